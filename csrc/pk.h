@@ -40,6 +40,7 @@ typedef enum {
     PK_ENOBLOCKS,    /* pagedkv.OutOfBlocks(MemoryError) */
     PK_EUNSUPPORTED, /* NotImplementedError */
     PK_ECUDA,        /* pagedkv.CudaError(RuntimeError): message holds the call and its error name */
+    PK_EGROUP,       /* pagedkv.ops.GroupError(RuntimeError): a group of processes has ended */
     PK_NUM_STATUS
 } pk_status;
 

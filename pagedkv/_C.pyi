@@ -27,6 +27,7 @@ _T = TypeVar("_T")  # torch in, torch out; NumPy in, NumPy out; otherwise a Tens
 
 class OutOfBlocks(MemoryError): ...
 class CudaError(RuntimeError): ...
+class GroupError(RuntimeError): ...
 
 @final
 class Tensor:
@@ -110,6 +111,28 @@ class ElasticBuffer:
     def device(self) -> str: ...
     def resize(self, num_bytes: int, /) -> None: ...
     def tensor(self, shape: int | Sequence[int], dtype: Any = "float32", *, reserved: bool = False) -> Tensor: ...
+
+class Communicator:
+    def __new__(
+        cls,
+        rank: int,
+        size: int,
+        fd: int,
+        device: Any = "cpu",
+        *,
+        timeout: float = 10.0,
+        join_timeout: float = 60.0,
+        way: str = "auto",
+    ) -> Communicator: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    def abort(self, reason: str) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
 
 def empty(
     shape: int | Sequence[int], dtype: Any = "float32", device: Any = "cpu", *, pinned: bool = False
@@ -332,7 +355,14 @@ def qkv_attention_fwd(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
-def embedding(token_ids: _T, weight: _Tensor, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
+def embedding(
+    token_ids: _T,
+    weight: _Tensor,
+    *,
+    first_row: int | None = None,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def gather_rows(x: _T, indices: _Tensor, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def rms_norm(
     x: _T,
@@ -418,6 +448,19 @@ def expert_linear(
 def lora_add(
     x: _T, a: _Tensor, b: _Tensor, slots: _Tensor, *, out: _Tensor, stream: _Stream = None
 ) -> None: ...
+def all_reduce(
+    x: _T,
+    comm: Communicator,
+    *,
+    residual: _Tensor | None = None,
+    out_squares: _Tensor | None = None,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
+def all_gather(x: _T, comm: Communicator, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
+def sample_candidates(
+    candidates: _T, comm: Communicator, *, out: _T | None = None, stream: _Stream = None
+) -> _T: ...
 def silu_and_mul(x: _T, *, out: _T | None = None, stream: _Stream = None) -> _T: ...
 def sample(
     logits: _T,
@@ -442,6 +485,22 @@ def sample_linear(
     temperatures: _Tensor,
     seeds: _Tensor,
     positions: _Tensor,
+    *,
+    logits: _Tensor,
+    weight_scales: _Tensor | None = None,
+    weight_zeros: _Tensor | None = None,
+    weight_block: tuple[int, int] | None = None,
+    weight_is_constant: bool = False,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
+def linear_candidates(
+    x: _T,
+    weight: _Tensor,
+    temperatures: _Tensor,
+    seeds: _Tensor,
+    positions: _Tensor,
+    first_token: int,
     *,
     logits: _Tensor,
     weight_scales: _Tensor | None = None,

@@ -4,13 +4,18 @@
 
     normed = ops.rms_norm(x, weight)
 
-Two types are here, too: `ElasticBuffer`, memory that grows and shrinks in place, and `Step`, the result of
-`BlockManager.prepare`. `help(ops.<name>)` gives shapes, dtypes, units and errors.
+Types are here, too: `Communicator`, this process as a rank of a group, and `GroupError`, by which a group ends;
+`ElasticBuffer`, memory that grows and shrinks in place; `Step`, the result of `BlockManager.prepare`.
+`help(ops.<name>)` gives shapes, dtypes, units and errors.
 """
 
 from pagedkv._C import (
+    Communicator,
     ElasticBuffer,
+    GroupError,
     Step,
+    all_gather,
+    all_reduce,
     append_kvcache,
     asarray,
     bias_logits,
@@ -27,6 +32,7 @@ from pagedkv._C import (
     kernel_instances,
     linear,
     linear_algorithms,
+    linear_candidates,
     linear_squares,
     lora_add,
     mask_logits,
@@ -42,6 +48,7 @@ from pagedkv._C import (
     rope_append_kvcache,
     route_experts,
     sample,
+    sample_candidates,
     sample_linear,
     scale_columns,
     set_num_threads,
@@ -59,8 +66,12 @@ if TYPE_CHECKING:
     from pagedkv.tuning import tune_linear
 
 __all__ = [
+    "Communicator",
     "ElasticBuffer",
+    "GroupError",
     "Step",
+    "all_gather",
+    "all_reduce",
     "append_kvcache",
     "asarray",
     "bias_logits",
@@ -77,6 +88,7 @@ __all__ = [
     "kernel_instances",
     "linear",
     "linear_algorithms",
+    "linear_candidates",
     "linear_squares",
     "lora_add",
     "mask_logits",
@@ -92,6 +104,7 @@ __all__ = [
     "rope_append_kvcache",
     "route_experts",
     "sample",
+    "sample_candidates",
     "sample_linear",
     "scale_columns",
     "set_num_threads",

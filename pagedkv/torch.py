@@ -5,11 +5,12 @@
     out = ops.paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens)
 
 The functions here have the names, parameters, results and errors of those in pagedkv.ops, except that there is no
-`stream`: they take torch tensors and run on torch's current stream. Each calls one of the operators
-`torch.ops.pagedkv.<name>`. The overload `.out` writes into the tensor given as `out`; `<name>_lse` also returns the
-log-sum-exp; `rms_norm_residual`, `linear_gate_up` and `sample_counts` write the argument in their name. An operator's
-schema says what it writes in place, so a compiler orders it as it orders PyTorch's own. In code that is not compiled,
-the functions of pagedkv.ops do the same in less time.
+`stream`: they take torch tensors and run on torch's current stream. Those that take a Communicator are not here: a
+schema can hold none. Each calls one of the operators `torch.ops.pagedkv.<name>`. The overload `.out` writes into the
+tensor given as `out`; `<name>_lse` also returns the log-sum-exp; `rms_norm_residual`, `linear_gate_up` and
+`sample_counts` write the argument in their name. An operator's schema says what it writes in place, so a compiler
+orders it as it orders PyTorch's own. In code that is not compiled, the functions of pagedkv.ops do the same in less
+time.
 
 `plan_attention` needs `out` here, because only the device knows how many rows a plan has. There are no gradients: a
 backward pass through a result raises NotImplementedError. PyTorch registers no backward for an operator that also
@@ -55,6 +56,8 @@ class Operation:
 # Types of the parameters that are not tensors, in the language of PyTorch's schemas.
 TYPES = {
     "max_seqlen_q": "SymInt?",
+    "first_row": "SymInt?",
+    "first_token": "SymInt",
     "softmax_scale": "float?",
     "causal": "bool",
     "window_size": "SymInt[2]",
@@ -123,6 +126,10 @@ def tokens(name: str) -> Fake:
     return lambda a: (a[name].new_empty(a[name].shape[0], dtype=torch.int32),)
 
 
+def candidates(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return (a["x"].new_empty(a["x"].shape[0], dtype=torch.int64),)
+
+
 def logprobs(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     shape = a["logits"].shape[0], 1 + a["num_best"]
     return a["logits"].new_empty(shape, dtype=torch.int32), a["logits"].new_empty(shape, dtype=torch.float32)
@@ -151,6 +158,7 @@ OPERATIONS = {
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
     "sample": Operation(tokens("logits"), writes=("counts",)),
     "sample_linear": Operation(tokens("x"), writes=("logits",)),
+    "linear_candidates": Operation(candidates, writes=("logits",)),
     "count_tokens": Operation(outs=(), writes=("counts",)),
     "token_logprobs": Operation(logprobs, outs=("out_ids", "out")),
     "bias_logits": Operation(outs=(), writes=("logits",)),

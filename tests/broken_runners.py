@@ -23,7 +23,7 @@ class PromptsOvertake(LateRunner):
         device.capturing = None
         device.queue.extendleft(reversed(operations))
         device.num_calls += len(operations)
-        self._events[self._turn].record()
+        self._events[self.turn].record()
 
 
 class MovesOvertake(LateRunner):
@@ -75,7 +75,7 @@ class Impatient(LateRunner):
     """Does not wait until the arrays of its turn are read: behind an abort nobody else has."""
 
     def launch(self, step: Step, wait_for_tokens) -> None:
-        self._events[1 - self._turn] = FakeEvent(self.device)
+        self._events[1 - self.turn] = FakeEvent(self.device)
         super().launch(step, wait_for_tokens)
 
 

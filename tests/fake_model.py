@@ -18,7 +18,7 @@ from fake_device import Device, FakeEvent, FakeGraph, FakeOps, FakeStream, FakeT
 from pagedkv import BlockManager, OutOfBlocks
 from pagedkv.engine.cache import pool
 from pagedkv.engine.cache.pool import KVCaches
-from pagedkv.engine.runner import model_runner, step_memory
+from pagedkv.engine.runner import batch_sizes, model_runner, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.engine.sampling import logit_edits, sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
@@ -68,6 +68,9 @@ class Model:
         self.on, self.rows = device, list[Row]()
 
     def tune(self, *args: object) -> None: ...
+
+    def allocate_logits(self, num_rows: int) -> FakeTensor:
+        return FakeOps.empty((num_rows, 2), "float32", self.on)
 
     def allocate_buffers(self, num_tokens: int) -> Hidden:
         return Hidden(num_tokens, self.on)
@@ -257,6 +260,6 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
-    for module in (model_runner, pool, sampler, logit_edits, step_memory):
+    for module in (batch_sizes, model_runner, pool, sampler, logit_edits, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
     monkeypatch.setattr(step_memory, "Tensor", FakeTensor)

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 from fuzz_calls_attention import ATTENTION_OPERATIONS
 from fuzz_calls_bad import MUTATIONS, pick, views_in
+from fuzz_calls_collectives import COLLECTIVE_OPERATIONS
 from fuzz_calls_dense import DENSE_OPERATIONS
 from fuzz_calls_manager import try_manager
 from fuzz_calls_memory import View, alive, torch
@@ -40,7 +41,7 @@ from fuzz_calls_sampling import SAMPLING_OPERATIONS
 import pagedkv
 
 OPERATIONS = CACHE_OPERATIONS | APPEND_OPERATIONS | ATTENTION_OPERATIONS | QKV_OPERATIONS
-OPERATIONS |= DENSE_OPERATIONS | SAMPLING_OPERATIONS
+OPERATIONS |= DENSE_OPERATIONS | SAMPLING_OPERATIONS | COLLECTIVE_OPERATIONS
 SESSIONS = OBJECT_SESSIONS | {"BlockManager": try_manager}
 ERRORS = (TypeError, ValueError, BufferError, MemoryError, NotImplementedError)  # OutOfBlocks is a MemoryError
 
@@ -195,7 +196,7 @@ def try_operation(name: str, rng, report: dict):
             {
                 v.memory: v.bytes_of(True)
                 for key in ("logits", "gate_up")
-                if name in ("sample_linear", "linear") and isinstance(v := arguments.get(key), View) and not is_vast(v)
+                if name in ("sample_linear", "linear_candidates", "linear") and isinstance(v := arguments.get(key), View) and not is_vast(v)
             }
             if isinstance(error, ValueError)
             else {}

@@ -18,6 +18,19 @@ def draw_rows_of(table: str, ids: str):
     return Operation(draw, lambda a: {"out": Outcome(numbers(getattr(a, table))[numbers(getattr(a, ids))])})
 
 
+def draw_embedding(d: Draw) -> dict:
+    a = draw_rows_of("weight", "token_ids").draw(d)
+    return a | d.some(first_row=lambda: int(d.rng.integers(0, a["weight"].shape[0] + 1)))
+
+
+def expect_embedding(a) -> dict:
+    table, rows = numbers(a.weight), numbers(a.token_ids).astype(np.int64) - int(a.first_row or 0)
+    out = np.zeros((len(rows), table.shape[1]))
+    is_here = (rows >= 0) & (rows < len(table))
+    out[is_here] = table[rows[is_here]]
+    return {"out": Outcome(out)}
+
+
 def draw_norm(d: Draw) -> dict:
     dtype, shape = d.dtype(), (d.size(), d.size(300 if d.is_large else 20))
     return {
@@ -289,7 +302,7 @@ def expect_asarray(a) -> dict:
 
 
 DENSE_OPERATIONS = {
-    "embedding": draw_rows_of("weight", "token_ids"),
+    "embedding": Operation(draw_embedding, expect_embedding),
     "gather_rows": draw_rows_of("x", "indices"),
     "rms_norm": Operation(draw_norm, expect_norm),
     "scale_columns": Operation(

@@ -127,6 +127,29 @@ def expect_sample_linear(a) -> dict:
     }
 
 
+def draw_linear_candidates(d: Draw) -> dict:
+    a = draw_sample_linear(d) | {"first_token": 64 * int(d.rng.integers(0, 2**25 - 1))}
+    return a | ({"out": d.output(a["out"].shape, "int64")} if "out" in a else {})
+
+
+def expect_linear_candidates(a) -> dict:
+    """The noise is that of the tokens' places in the whole vocabulary."""
+    for name in ("slots", "counts", "top_k", "top_p", "min_p", *PENALTIES):
+        setattr(a, name, None)
+    slack = 0.3 if a.weight_scales is not None and a.x.dtype == "bfloat16" else 1e-3
+    logits, first = oracle.linear(numbers(a.x), weight_of(a)), int(a.first_token)
+    rows = zip(logits, numbers(a.temperatures), numbers(a.seeds), numbers(a.positions), strict=True)
+    keys = [oracle.sample_keys(x, t, int(seed), int(position), first) for x, t, seed, position in rows]
+
+    def check(words):
+        for row, word in enumerate(words):
+            token = 0xFFFFFFFF - (int(word) & 0xFFFFFFFF) - first
+            assert 0 <= token < logits.shape[1], (row, token)
+            assert keys[row][token] >= keys[row].max() - slack, (row, token, keys[row][token], keys[row].max())
+
+    return {"out": Outcome(None, check=check), "logits": Outcome(None, is_scratch=True)}
+
+
 def draw_count(d: Draw) -> dict:
     vocab = int(d.rng.integers(1, 40))
     ids = [d.array(d.rng.integers(0, vocab, d.size(9)), d.one_of("int32", "int64")) for _ in range(2)]
@@ -223,6 +246,7 @@ def expect_mask(a) -> dict:
 SAMPLING_OPERATIONS = {
     "sample": Operation(draw_sample, expect_sample),
     "sample_linear": Operation(draw_sample_linear, expect_sample_linear),
+    "linear_candidates": Operation(draw_linear_candidates, expect_linear_candidates),
     "count_tokens": Operation(draw_count, expect_count, lambda a: []),
     "token_logprobs": Operation(draw_logprobs, expect_logprobs, lambda a: ["out_ids", "out"]),
     "bias_logits": Operation(draw_bias, expect_bias, lambda a: []),

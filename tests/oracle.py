@@ -273,31 +273,31 @@ def philox4x32(counter, key, rounds: int = 10) -> list:
     return c
 
 
-def gumbel(vocab_size: int, seed: int, position: int) -> np.ndarray:
-    """The variate of every token, -log of an exponential one. In every block of 16 tokens the least of these is an
+def gumbel(vocab_size: int, seed: int, position: int, first: int = 0) -> np.ndarray:
+    """The variate of every token from `first` on, -log of an exponential one. In every block of 16 tokens the least of these is an
     exponential variate / 16 on one of them, and each of the others has an exponential variate more than it."""
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
 
-    def words(count, stream):
-        counters = np.arange(-(-count // 4), dtype=np.uint64)
+    def words(count, stream, before):
+        counters = np.arange(-(-count // 4), dtype=np.uint64) + before // 4
         return np.stack(philox4x32((counters, position, stream, 0), key), axis=-1).reshape(-1)[:count].astype(np.int64)
 
     def exponential(word):
         return -np.log1p(-np.minimum((word + 0.5) * 2.0**-32, 1 - 2.0**-24))
 
     num_blocks = -(-vocab_size // 16)
-    y, z = words(num_blocks, 0), words(16 * num_blocks, 1)
+    y, z = words(num_blocks, 0, first // 16), words(16 * num_blocks, 1, first)
     more = exponential(z)
     more[np.arange(num_blocks) * 16 + (y * 0x9E3779B9 % 2**32 >> 28)] = 0
     return -np.log(np.repeat(exponential(y) / 16, 16) + more)[:vocab_size]
 
 
-def sample_keys(logits, temperature: float, seed: int, position: int) -> np.ndarray:
+def sample_keys(logits, temperature: float, seed: int, position: int, first: int = 0) -> np.ndarray:
     """What a row's tokens are compared by, over the temperature: the greatest wins, the lowest index among equals."""
     logits = np.asarray(logits, np.float64)
     if temperature == 0 or logits.max() == np.inf:
         return logits
-    return (logits - logits.max()) / temperature + gumbel(len(logits), seed, position)
+    return (logits - logits.max()) / temperature + gumbel(len(logits), seed, position, first)
 
 
 def token_counts(prompt_ids, output_ids, vocab_size: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import oracle
 import pytest
+from fuzz_calls_collectives import COMM
 
 import pagedkv
 from pagedkv import ops
@@ -120,6 +121,15 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
     (ops.sample_linear, dict(x=ones(T, D), weight=ones(V, D), **rows(), logits=ones(T, V)), {"logits", "out"}, set()),
     (ops.sample_linear, dict(x=ones(T, 8), weight=np.ones((V, 4), U8), weight_scales=ones(V, 1), weight_zeros=np.ones((V, 1), U8), **rows(),
                              logits=ones(T, V)), {"logits", "out"}, set()),
+    (partial(ops.linear_candidates, first_token=64), dict(x=ones(T, D), weight=ones(V, D), **rows(), logits=ones(T, V)) | dict(out=upto(T, I64)),
+     {"logits", "out"}, set()),
+    (partial(ops.linear_candidates, first_token=0), dict(x=ones(T, 8), weight=np.ones((V, 4), U8), weight_scales=ones(V, 1),
+                                                         weight_zeros=np.ones((V, 1), U8), **rows(), logits=ones(T, V)) | dict(out=upto(T, I64)),
+     {"logits", "out"}, set()),
+    (partial(ops.all_reduce, comm=COMM), dict(x=ones(T, D), residual=ones(T, D), out_squares=ones(T, 1), out=ones(T, D)),
+     {"out_squares", "out"}, {("out", "x"), ("out", "residual")}),
+    (partial(ops.all_gather, comm=COMM), dict(x=ones(T, D), out=ones(T, D)), {"out"}, set()),
+    (partial(ops.sample_candidates, comm=COMM), dict(candidates=upto(T, I64) + (0x90000000 - 2**32 << 32), out=upto(T)), {"out"}, set()),
     (ops.count_tokens, dict(prompt_ids=upto(4), output_ids=upto(5, I64), counts=np.zeros(V, I32)), {"counts"}, set()),
     (ops.token_logprobs, dict(logits=ones(T, V), token_ids=upto(T), num_best=np.array(3), out_ids=np.zeros((T, 4), I32),
                                   out=ones(T, 4)), {"out_ids", "out"}, set()),
@@ -130,7 +140,7 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
 NOT_TENSORS = {
     "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "quantize_x", "weight_block", "normalize", "gated",
     "experts_are_constant", "max_seqlen_q", "softmax_scale", "causal",
-    "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "interleaved", "q_at_start",
+    "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "comm", "first_row", "first_token", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)
          for other in tensors if other not in NOT_TENSORS | {written}]  # fmt: skip

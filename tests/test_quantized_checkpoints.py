@@ -205,7 +205,7 @@ def test_loaded_as_fp8(tmp_path, family, device):
     assert_like(folder, write_plain(tmp_path / "plain", values, family), device, quantization="fp8")
     with LLM(folder, **CPU, quantization="fp8") as llm:
         assert "LoadedAsFp8" in repr(llm.config)
-        assert [each.data.dtype for each in llm._runner.model.head.weights] == ["float32"]
+        assert [each.data.dtype for each in llm._runner.model.head.linear.weights] == ["float32"]
 
 
 def test_blocks_of_zeros_and_of_tiny_numbers(tmp_path):

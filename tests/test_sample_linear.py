@@ -246,3 +246,43 @@ def test_a_graph_reads_what_x_holds_then(rng, cuda, rows):
             graph.replay(stream)
         stream.synchronize()
         np.testing.assert_array_equal(get(out), ops.sample(values @ weight.T, *arguments))
+
+
+# --- linear_candidates: a vocabulary in parts
+
+
+def candidates_of(x, weight, arguments, device, first_token, **options):
+    logits = put(np.full((len(x), len(weight)), np.nan, np.float32), device)
+    there = (put(np.ascontiguousarray(each), device) for each in arguments)
+    words = ops.linear_candidates(x, weight, *there, first_token, logits=logits, **options)
+    return (words if isinstance(words, np.ndarray) else ops.asarray(words, device="cpu").numpy()).view(np.uint64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 9, 70])
+@pytest.mark.parametrize("cuts", [[0], [0, 64], [0, 64, 192, 256], [0, 65_536], [0, 66_560, 140_032]], ids=str)
+def test_the_greatest_candidate_of_all_parts(rng, device, cuts, rows, dtype):
+    """Its token is that of the whole vocabulary, however it is divided; the last part is no multiple of anything."""
+    vocab_size = cuts[-1] + (75 if cuts[-1] < 60_000 or device == "cpu" else 65_611)
+    x, weight, logits = whole_numbers(rng, rows, 64, vocab_size)
+    arguments = per_row(rng, rows)
+    expected, best = ops.sample(logits, *arguments), np.zeros(rows, np.uint64)
+    x = put(x, device, dtype)
+    for first, end in zip(cuts, [*cuts[1:], vocab_size], strict=True):
+        best = np.maximum(best, candidates_of(x, put(weight[first:end], device, dtype), arguments, device, first))
+    np.testing.assert_array_equal(0xFFFFFFFF - (best & 0xFFFFFFFF), expected)
+
+
+def test_candidates_of_which_no_token_comes(device):
+    """NaN above all, -inf below all: who takes the greatest sees them. A row's numbers are refused as ever."""
+    logits = np.array([[1, np.nan, 2], [-np.inf] * 3, [1, 2, 2]], np.float32)
+    zeros = np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros(3, np.int32)
+    x, weight = np.eye(3, dtype=np.float32), np.ascontiguousarray(logits.T)
+    # Each row by a product of one input: of more, 0 * inf would be a NaN.
+    words = [candidates_of(put(x[i : i + 1, i : i + 1], device), put(weight[:, i : i + 1], device), [e[:1] for e in zeros], device, 128)[0]
+             for i in range(3)]  # fmt: skip
+    assert int(words[0]) >> 32 > 0xFF800000 and int(words[1]) >> 32 < 0x00800000
+    assert int(words[2]) == 0xC0000000 << 32 | (0xFFFFFFFF - 129)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"positions\[0\] is -1 but must be at least 0"):
+            candidates_of(x, weight, (zeros[0], zeros[1], zeros[2] - 1), device, 0)

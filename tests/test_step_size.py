@@ -14,7 +14,9 @@ from pagedkv.engine import build as parts
 from pagedkv.engine.build import CPU, GPU, StepSize, step_size
 from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.runner.model_runner import GRAPH_BYTES, batch_sizes
+from pagedkv.engine.runner import plan
+from pagedkv.engine.runner.batch_sizes import batch_sizes
+from pagedkv.engine.runner.model_runner import GRAPH_BYTES
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.registry import load_model, read_spec
 
@@ -159,9 +161,10 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
         return 0, int(gib * GIB)
 
     monkeypatch.setattr(parts.ops, "memory_info", memory_info)
-    monkeypatch.setattr(parts, "Checkpoint", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(parts, "load_model", lambda *_: None)
-    monkeypatch.setattr(parts, "ModelRunner", make_runner)
+    monkeypatch.setattr(parts, "batch_sizes_of", lambda *_: [1])
+    monkeypatch.setattr(plan, "Checkpoint", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(plan, "load_model", lambda *_: None)
+    monkeypatch.setattr(plan, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:
         where = {"device": "cuda:1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
         parts.build(folder, read_spec(folder), EngineOptions(), **where, owner="LLM")

@@ -93,7 +93,8 @@ def operators():
 
 
 def test_every_operation_is_there():
-    assert set(ops.__all__) == with_streams()
+    of_groups = {"all_reduce", "all_gather", "sample_candidates"}  # a schema can hold no Communicator
+    assert set(ops.__all__) == with_streams() - of_groups
     for name in ops.__all__:
         own = [p for p in inspect.signature(getattr(pagedkv._C, name)).parameters.values() if p.name != "stream"]
         assert list(inspect.signature(getattr(ops, name)).parameters.values()) == own

@@ -17,14 +17,18 @@ pk_status pk_cpu_gather_rows(pk_device device, const pk_gather_args *given, pk_s
     (void)device, (void)stream;
     pk_gather_args own_args = *given, *args = &own_args;
     PK_CPU_NUMBERS(own);
-    PK_CPU_OWN_IDS(&own, args->ids_name, args->ids, args->ids_are_int64, args->num_ids, args->num_rows, err);
+    const int64_t limit = args->is_part ? INT64_MAX : args->num_rows;
+    PK_CPU_OWN_IDS(&own, args->ids_name, args->ids, args->ids_are_int64, args->num_ids, limit, err);
     int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), row_bytes = args->row_size * bytes;
     if (row_bytes == 0) return PK_OK; /* of however many rows, and nothing may have no address */
 #pragma omp parallel for schedule(static) if (args->num_ids * args->row_size > PK_CPU_PARALLEL)
     for (int64_t t = 0; t < args->num_ids; t++) {
-        int64_t id = pk_cpu_id_at(args->ids, args->ids_are_int64, t);
-        memmove((char *)args->out + t * args->out_stride * bytes,
-                (const char *)args->table + id * args->table_stride * bytes, (size_t)row_bytes);
+        int64_t row = pk_cpu_id_at(args->ids, args->ids_are_int64, t) - args->first_row;
+        char *out = (char *)args->out + t * args->out_stride * bytes;
+        if (row < 0 || row >= args->num_rows) /* of another part of the table */
+            memset(out, 0, (size_t)row_bytes);
+        else
+            memmove(out, (const char *)args->table + row * args->table_stride * bytes, (size_t)row_bytes);
     }
     return PK_OK;
 }

@@ -146,7 +146,7 @@ static void process_row(float *x, const void *logits, const pk_sample_args *args
 
 // --- entries of the backend's table
 
-static pk_status sample_row(const pk_sample_args *args, int64_t i, int32_t *token, pk_error *err)
+static pk_status sample_row(const pk_sample_args *args, int64_t i, pk_candidate *taken, pk_error *err)
 {
     const char *logits = (const char *)args->logits + i * args->logits_stride * (int64_t)pk_dtype_bytes(args->dtype);
     pk_sample_row row = pk_sample_row_of(args, i);
@@ -161,10 +161,14 @@ static pk_status sample_row(const pk_sample_args *args, int64_t i, int32_t *toke
     } else {
         best = draw(logits, args->dtype, args->vocab_size, &row, &nan);
     }
+    if (args->candidates) { /* what no token comes of is for sample_candidates to refuse, on every rank */
+        *taken = nan >= 0 ? pk_candidate_of(NAN, 0) : pk_candidate_of_whole(best, (uint32_t)args->first_token);
+        return PK_OK;
+    }
     if (nan >= 0) return pk_fail(err, PK_EVALUE, "logits[%lld, %lld] is NaN", (long long)i, (long long)nan);
     if (!pk_is_drawn(best))
         return pk_fail(err, PK_EVALUE, "logits[%lld] is -inf everywhere: no token can be sampled", (long long)i);
-    *token = pk_token_of(best);
+    *taken = best;
     return PK_OK;
 }
 
@@ -218,25 +222,30 @@ pk_status pk_cpu_sample(pk_device device, const pk_sample_args *given, pk_stream
     PK_CPU_NUMBERS(own);
     PK_TRY(take_rows(args, &own, err));
     PK_TRY(check_rows(args, err));
-    int32_t *tokens = malloc((size_t)args->num_rows * sizeof *tokens + 1); /* nothing is written before all are right */
-    if (!tokens) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
+    pk_candidate *taken =
+        malloc((size_t)args->num_rows * sizeof *taken + 1); /* nothing is written before all are right */
+    if (!taken) return pk_fail(err, PK_ENOMEM, "sample: cannot allocate %lld tokens", (long long)args->num_rows);
     int64_t failed_row = INT64_MAX; /* no lock: a child of fork() would find a critical section's taken for ever */
     bool is_large = args->num_rows > 1 && args->num_rows * args->vocab_size > PK_CPU_PARALLEL;
 #pragma omp parallel for schedule(static) reduction(min : failed_row) if (is_large)
     for (int64_t row = 0; row < args->num_rows; row++)
-        if (sample_row(args, row, &tokens[row], NULL) != PK_OK && row < failed_row) failed_row = row;
+        if (sample_row(args, row, &taken[row], NULL) != PK_OK && row < failed_row) failed_row = row;
     pk_status status = PK_OK;
     if (failed_row == INT64_MAX) {
         for (int64_t i = 0; i < args->num_rows; i++) {
             pk_sample_row row = pk_sample_row_of(args, i);
-            args->out[i] = tokens[i];
-            if (row.counts) row.counts[tokens[i]] = (int32_t)((uint32_t)row.counts[tokens[i]] + 2); /* the caller's */
+            const int32_t token = pk_token_of(taken[i]);
+            if (args->candidates)
+                args->candidates[i] = taken[i];
+            else
+                args->out[i] = token;
+            if (row.counts) row.counts[token] = (int32_t)((uint32_t)row.counts[token] + 2); /* the caller's */
         }
     } else { /* once more, for what to say; it may do now, where another thread has changed the logits */
-        status = sample_row(args, failed_row, &tokens[failed_row], err);
+        status = sample_row(args, failed_row, &taken[failed_row], err);
         if (status == PK_OK)
             status = pk_fail(err, PK_EVALUE, "logits[%lld] changed while it was read", (long long)failed_row);
     }
-    free(tokens);
+    free(taken);
     return status;
 }

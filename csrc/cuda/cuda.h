@@ -385,7 +385,7 @@ pk_cuda_launcher<pk_copy_args> pk_cuda_copy;
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) X(stream_id) X(stream_is_new) \
     X(capture_id) X(capture_keep) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \
-    X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy)
+    X(capture_begin) X(capture_end) X(graph_launch) X(graph_destroy) X(comm_open) X(comm_close)
 // clang-format on
 #define PK_CUDA_DECLARE(entry) std::remove_pointer_t<decltype(pk_backend::entry)> pk_cuda_##entry;
 PK_CUDA_ENTRIES(PK_CUDA_DECLARE)

@@ -117,9 +117,10 @@ __global__ void __launch_bounds__(256) gather_kernel(const pk_gather_args args, 
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     int64_t id = pk_id_at(args.ids, args.ids_are_int64, row);
-    bool is_valid = id >= 0 && id < args.num_rows;
-    if (!is_valid && at == 0) pk_record_bad_id(bad_id, PK_BAD_ID, row, id, args.num_rows);
-    if (at < args.row_size) out[at] = is_valid ? ((const Unit *)args.table)[id * args.table_stride + at] : Unit();
+    const int64_t limit = args.is_part ? INT64_MAX : args.num_rows, in_table = id - args.first_row;
+    if ((id < 0 || id >= limit) && at == 0) pk_record_bad_id(bad_id, PK_BAD_ID, row, id, limit);
+    const bool is_here = id >= 0 && in_table >= 0 && in_table < args.num_rows;
+    if (at < args.row_size) out[at] = is_here ? ((const Unit *)args.table)[in_table * args.table_stride + at] : Unit();
 }
 
 // --- launchers

@@ -51,6 +51,11 @@ constexpr int SM90_MAX_UNITS = 8; /* of 128 inputs, that one CTA goes through wi
 constexpr int SM90_MAX_ROWS_OF_LONG = 64;
 constexpr int SM90_FEW_ROWS = 32; /* up to which two CTAs an SM are faster than one (#21) */
 
+/* comm/collectives.cu: all_reduce in two shots where it saves so many bytes of a link: those that go over it while a word
+ * does. A way takes 1.6 us of what two GPUs took, and 390 GB/s were read off them; nobody has measured more than two, of
+ * which one shot is always faster (comm/NOTES.md). */
+constexpr double HOP_BYTES = 1.6e-6 * 390e9;
+
 }  // namespace thresholds
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef PK_OPS_BACKEND_H
 #define PK_OPS_BACKEND_H
 
+#include "comm.h"
 #include "pk.h"
 
 #ifdef __cplusplus
@@ -55,12 +56,15 @@ typedef struct {
     OP(qk_norm_rope_store, pk_qk_norm_rope_store_args)                                 \
     OP(silu_and_mul, pk_silu_args)                                                     \
     OP(sample, pk_sample_args)                                                         \
-    OP(sample_linear, pk_sample_linear_args)                                           \
+    OP(sample_linear, pk_sample_linear_args) VIA(linear_candidates)                    \
     OP(take_sampled, pk_take_sampled_args)                                             \
     OP(count_tokens, pk_count_args)                                                    \
     OP(token_logprobs, pk_logprobs_args)                                               \
     OP(bias_logits, pk_bias_args)                                                      \
-    OP(mask_logits, pk_mask_args)
+    OP(mask_logits, pk_mask_args)                                                      \
+    OP(all_reduce, pk_all_reduce_args)                                                 \
+    OP(all_gather, pk_all_gather_args)                                                 \
+    OP(sample_candidates, pk_sample_candidates_args)
 // clang-format on
 
 #define PK_NOTHING(name)
@@ -130,6 +134,10 @@ typedef struct pk_backend {
     pk_status (*capture_end)(pk_device device, pk_stream stream, pk_graph *graph, int64_t *num_nodes, pk_error *err);
     pk_status (*graph_launch)(pk_device device, pk_graph graph, pk_stream stream, pk_error *err);
     void (*graph_destroy)(pk_device device, pk_graph graph);
+    /* What the operations of a communicator need beside the memory that the processes share, in comm->of_device. All
+     * ranks open together, and close together where the group has not ended. */
+    pk_status (*comm_open)(pk_comm *comm, pk_error *err);
+    void (*comm_close)(pk_comm *comm);
     /* What a backend has that computes with threads of the host; others have none of it. */
     int (*num_threads)(void);
     void (*set_num_threads)(int num_threads);

@@ -4,17 +4,19 @@
 
 #include <math.h>
 
-/* out[t] = table[ids[t]]. Ids out of range: the CPU raises before anything is written; CUDA writes zeros and records
- * it in the device status word. */
-static pk_status gather(const pk_gather_call *call, const char *table_name, const char *ids_name, pk_stream stream,
-                        pk_error *err)
+/* out[t] = table[ids[t] - first_row]. Ids out of range: the CPU raises before anything is written; CUDA writes zeros and
+ * records it in the device status word. */
+static pk_status gather(const pk_gather_call *call, const char *table_name, const char *ids_name, int64_t first_row,
+                        pk_stream stream, pk_error *err)
 {
+    const bool is_part = first_row != INT64_MAX;
     const pk_view *table = call->table, *ids = call->ids;
     pk_output *out = call->out;
     pk_env env;
     pk_env_init(&env, err);
     PK_EXPECT(&env, table_name, table, "N D", PK_ANY_FLOAT);
     PK_EXPECT(&env, ids_name, ids, "T", PK_ANY_INT);
+    if (first_row < 0) return pk_fail(err, PK_EVALUE, "first_row is %lld but must be at least 0", (long long)first_row);
     const pk_backend *backend;
     PK_BACKEND_OP(env.device, gather_rows, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, "T D", table->dtype, PK_SAME);
@@ -29,6 +31,8 @@ static pk_status gather(const pk_gather_call *call, const char *table_name, cons
         .out_stride = out->view.stride[0],
         .dtype = table->dtype,
         .ids_are_int64 = ids->dtype == PK_I64,
+        .is_part = is_part,
+        .first_row = is_part ? first_row : 0,
         .ids_name = ids_name,
     };
     return backend->gather_rows(env.device, &args, stream, err);
@@ -36,12 +40,12 @@ static pk_status gather(const pk_gather_call *call, const char *table_name, cons
 
 pk_status pk_embedding(const pk_gather_call *call, pk_stream stream, pk_error *err)
 {
-    return gather(call, "weight", "token_ids", stream, err);
+    return gather(call, "weight", "token_ids", call->first_row, stream, err);
 }
 
 pk_status pk_gather_rows(const pk_gather_call *call, pk_stream stream, pk_error *err)
 {
-    return gather(call, "x", "indices", stream, err);
+    return gather(call, "x", "indices", INT64_MAX, stream, err);
 }
 
 pk_status pk_expect_eps(const char *name, double eps, pk_error *err)

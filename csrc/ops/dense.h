@@ -18,7 +18,7 @@ typedef struct pk_rms_arg {
     int64_t num_squares;
 } pk_rms_arg;
 
-/* embedding and gather_rows: out[t] = table[ids[t]] */
+/* embedding and gather_rows: out[t] = table[ids[t] - first_row] */
 typedef struct pk_gather_args {
     const void *table; /* [num_rows, row_size], row stride table_stride */
     const void *ids;   /* [num_ids] int32 or int64 */
@@ -26,6 +26,8 @@ typedef struct pk_gather_args {
     int64_t num_rows, row_size, num_ids, table_stride, out_stride;
     pk_dtype dtype;
     bool ids_are_int64;
+    bool is_part; /* ids of other rows, not below 0, are no errors: they give zeros */
+    int64_t first_row;
     const char *ids_name; /* for errors */
 } pk_gather_args;
 
@@ -53,6 +55,7 @@ typedef struct pk_silu_args {
 
 typedef struct pk_gather_call {
     const pk_view *table, *ids; /* embedding: weight, token_ids; gather_rows: x, indices */
+    int64_t first_row;          /* of embedding; INT64_MAX: the table is whole */
     pk_output *out;
 } pk_gather_call;
 

@@ -39,8 +39,8 @@ static pk_status expect_counts(pk_env *env, const pk_sample_call *call, pk_sampl
     return PK_OK;
 }
 
-pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, const pk_backend **backend,
-                              pk_sample_args *args)
+pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, bool gives_candidates,
+                              const pk_backend **backend, pk_sample_args *args)
 {
     PK_EXPECT(env, "logits", call->logits, "T V", flags);
     PK_EXPECT(env, "temperatures", call->temperatures, "T", PK_ACCEPT_F32);
@@ -69,8 +69,11 @@ pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned 
     args->top_k = top_k, args->top_p = top_p, args->min_p = min_p, args->slots = slots;
     args->repetition_penalties = repetition, args->presence_penalties = presence, args->frequency_penalties = frequency;
     PK_BACKEND_OP(env->device, sample, backend, env->err);
-    PK_EXPECT_OUTPUT(env, "out", call->out, "T", PK_I32, PK_ACCEPT_I32);
-    args->out = call->out->view.data;
+    if (gives_candidates)
+        PK_EXPECT_OUTPUT(env, "out", call->out, "T", PK_I64, PK_ACCEPT_I64);
+    else
+        PK_EXPECT_OUTPUT(env, "out", call->out, "T", PK_I32, PK_ACCEPT_I32);
+    *(gives_candidates ? (void **)&args->candidates : (void **)&args->out) = call->out->view.data;
     return PK_OK;
 }
 
@@ -80,6 +83,6 @@ pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err)
     const pk_backend *backend;
     pk_sample_args args;
     pk_env_init(&env, err);
-    PK_TRY(pk_read_sample_call(&env, call, PK_ANY_FLOAT, &backend, &args));
+    PK_TRY(pk_read_sample_call(&env, call, PK_ANY_FLOAT, false, &backend, &args));
     return backend->sample(env.device, &args, stream, err);
 }

@@ -22,6 +22,8 @@ typedef struct pk_sample_args {
     int32_t *counts;      /* [num_slots, vocab_size] or NULL: tokens seen, see count_tokens; the new ones are added */
     const int32_t *slots; /* [num_rows]: the row of counts, negative: none; NULL: row i has slot i */
     int32_t *out;         /* [num_rows] */
+    uint64_t *candidates; /* [num_rows] or NULL: written instead of out, see csrc/ops/sampling.h */
+    int64_t first_token;  /* of logits that are a part of the vocabulary; else 0 */
     int64_t num_rows, vocab_size, logits_stride, num_slots, counts_stride;
     pk_dtype dtype;
 } pk_sample_args;

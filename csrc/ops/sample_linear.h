@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* sample_linear: sample of linear's product. The two meet in memory for the logits, linear.out and sample.logits, of
+/* sample_linear, and linear_candidates of a part of the vocabulary: sample of linear's product. The two meet in memory for the logits, linear.out and sample.logits, of
  * float32; nobody reads there afterwards. No penalties, filters or counts; no bias or gate. */
 typedef struct pk_sample_linear_args {
     pk_linear_args linear;
@@ -21,9 +21,11 @@ typedef struct pk_sample_linear_call {
     pk_weight_call weight;
     bool weight_is_constant;
     pk_sample_call sample; /* its logits are memory for the product; it has nothing optional */
+    int64_t first_token;   /* of linear_candidates */
 } pk_sample_linear_call;
 
 pk_status pk_sample_linear(const pk_sample_linear_call *call, pk_stream stream, pk_error *err);
+pk_status pk_linear_candidates(const pk_sample_linear_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

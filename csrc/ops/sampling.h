@@ -25,7 +25,10 @@
  *     place(w) = (w * 0x9E3779B9 mod 2^32) >> 28        exponential(w) = -log(1 - min((w + 0.5) * 2^-32, 1 - 2^-24))
  *
  * (any few dozen block_words in a row have each of the 16 places alike, by the golden ratio: place and variate are independent),
- * so a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
+ * v counts from the first token of the whole vocabulary: where the logits are a part of it, from `first_token` on, a
+ * multiple of PK_FIRST_TOKEN_STEP, the greatest of all parts' candidates is that of the whole.
+ *
+ * So a token depends on its logits, parameters, seed and position only: not on the batch, on how the prompt was
  * chunked, on threads or on the backend. For that to hold to the last bit, everything here is a single IEEE operation
  * in float32 after another, with no fused multiply-add (C: -ffp-contract=off, which of the compilers GCC's ISO C mode
  * alone implies; CUDA: the _rn intrinsics), and the weights of top-p are integers, whose sum does not depend on its
@@ -34,7 +37,7 @@
 #ifndef PK_SAMPLING_H
 #define PK_SAMPLING_H
 
-#include "pk.h"
+#include "ops/sample.h"
 
 #include <float.h>
 #include <math.h>
@@ -77,8 +80,9 @@ static __device__ __forceinline__ uint64_t PK_MUL_WIDE(uint32_t a, uint32_t b)
 typedef struct {
     float temperature;
     uint32_t position, seed_low, seed_high;
-    uint32_t top_k;     /* 0: off */
-    float top_p, min_p; /* 1 and 0: off */
+    uint32_t first_token; /* that the row's token 0 is */
+    uint32_t top_k;       /* 0: off */
+    float top_p, min_p;   /* 1 and 0: off */
     float repetition, presence, frequency;
     int32_t *counts; /* [vocab_size], NULL: none */
     bool is_valid;
@@ -92,6 +96,7 @@ PK_SAMPLING_FN pk_sample_row pk_sample_row_of(const pk_sample_args *args, int64_
     float temperature = args->temperatures[i];
     row.temperature = temperature < PK_HOTTEST ? temperature : PK_HOTTEST;
     row.position = (uint32_t)args->positions[i];
+    row.first_token = (uint32_t)args->first_token;
     row.seed_low = (uint32_t)seed, row.seed_high = (uint32_t)(seed >> 32);
     row.top_k = top_k > 0 && top_k < args->vocab_size ? (uint32_t)top_k : 0;
     row.top_p = args->top_p ? args->top_p[i] : 1;
@@ -132,16 +137,19 @@ PK_SAMPLING_FN float pk_penalized(float x, int32_t count, const pk_sample_row *r
 
 #define PK_GUMBEL_BLOCK_BITS 4
 #define PK_GUMBEL_BLOCK (1 << PK_GUMBEL_BLOCK_BITS)
-#define PK_GUMBEL_MAX 26.4f /* no variate is greater */
+#define PK_FIRST_TOKEN_STEP (4 << PK_GUMBEL_BLOCK_BITS) /* the tokens of one call of Philox for blocks */
+#define PK_GUMBEL_MAX 26.4f                             /* no variate is greater */
 
 #define PK_PHILOX_ROUNDS 10
 typedef struct {
     uint32_t word[4];
 } pk_words;
 
+/* `counter` is of the row's own tokens; those of a stream 0 are 16 each. */
 PK_SAMPLING_FN pk_words pk_philox(const pk_sample_row *row, uint32_t counter, uint32_t stream)
 {
-    uint32_t c0 = counter, c1 = row->position, c2 = stream, c3 = 0, k0 = row->seed_low, k1 = row->seed_high;
+    uint32_t c0 = counter + (row->first_token >> (stream == 0 ? PK_GUMBEL_BLOCK_BITS + 2 : 2)), c1 = row->position,
+             c2 = stream, c3 = 0, k0 = row->seed_low, k1 = row->seed_high;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
@@ -238,6 +246,11 @@ PK_SAMPLING_FN pk_candidate pk_candidate_of(float key, uint32_t token)
     return (uint64_t)pk_ordered(key) << 32 | (uint32_t)~token;
 }
 PK_SAMPLING_FN int32_t pk_token_of(pk_candidate best) { return (int32_t) ~(uint32_t)best; }
+/* The candidate of a part of the vocabulary that begins with first_token, among those of the whole. */
+PK_SAMPLING_FN pk_candidate pk_candidate_of_whole(pk_candidate best, uint32_t first_token)
+{
+    return best ? best - first_token : 0;
+}
 /* Whether the row had a number above -inf, and no NaN. */
 PK_SAMPLING_FN bool pk_is_drawn(pk_candidate best)
 {

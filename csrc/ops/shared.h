@@ -38,8 +38,8 @@ pk_status pk_read_rope_call(pk_env *env, const pk_qk_norm_rope_store_call *call,
                             pk_qk_norm_rope_store_args *args);
 
 /* The same of sample: T rows, a vocabulary of V; `flags` are those of the logits. */
-pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, const pk_backend **backend,
-                              pk_sample_args *args);
+pk_status pk_read_sample_call(pk_env *env, const pk_sample_call *call, unsigned flags, bool gives_candidates,
+                              const pk_backend **backend, pk_sample_args *args);
 
 /* The size of a vocabulary, which the env's V is bound to by dimension `dim` of `name`. */
 pk_status pk_expect_vocab_size(const pk_env *env, const char *name, int dim);

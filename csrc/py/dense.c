@@ -5,18 +5,21 @@
 
 #define CALL pk_gather_call
 const char py_embedding_doc[] = PyDoc_STR(
-    "embedding($module, token_ids, weight, *, out=None, stream=None)\n--\n\n"
+    "embedding($module, token_ids, weight, *, first_row=None, out=None, stream=None)\n--\n\n"
     "out[t] = weight[token_ids[t]].\n"
     "\n"
     "Args:\n"
     "    token_ids: [num_tokens] int32 or int64.\n"
-    "    weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n" PY_DOC_OUT PY_DOC_STREAM
+    "    weight: [vocab_size, hidden_size] float32, float16 or bfloat16.\n"
+    "    first_row: weight has but some rows of a table, from this one on: out[t] = weight[token_ids[t] - first_row].\n"
+    "        An id of other rows gives zeros, so that the sum over all parts of the table is the whole one's row.\n" PY_DOC_OUT
+        PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_tokens, hidden_size] of weight's dtype.\n" PY_DOC_RAISES
-    "        An id outside of the table is a ValueError on the CPU; CUDA writes zeros and records it for\n"
-    "        check_errors().\n");
-PY_OP(embedding, P_AS(TENSOR, token_ids, ids), P_AS(TENSOR, weight, table), P(OUTPUT, out));
+    "        An id outside of the table (with first_row only one below 0) is a ValueError on the CPU; CUDA writes zeros\n"
+    "        and records it for check_errors().\n");
+PY_OP(embedding, P_AS(TENSOR, token_ids, ids), P_AS(TENSOR, weight, table), P(INT, first_row), P(OUTPUT, out));
 
 const char py_gather_rows_doc[] = PyDoc_STR(
     "gather_rows($module, x, indices, *, out=None, stream=None)\n--\n\n"

@@ -15,6 +15,7 @@ PyObject *py_raise(py_state *state, const pk_error *err)
         [PK_ENOBLOCKS] = state->out_of_blocks,
         [PK_EUNSUPPORTED] = PyExc_NotImplementedError,
         [PK_ECUDA] = state->cuda_error,
+        [PK_EGROUP] = state->group_error,
     };
     /* An output that Python failed to allocate has left its own exception, which says more. */
     if (!PyErr_Occurred()) PyErr_SetString(exceptions[err->status], err->message);

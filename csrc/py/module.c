@@ -2,6 +2,8 @@
 #include "py/op.h"
 #include "environment.h"
 
+#include <string.h>
+
 #ifndef PAGEDKV_VERSION
 #error "setup.py passes PAGEDKV_VERSION"
 #endif
@@ -19,12 +21,11 @@ static PyMethodDef operations[] = {PK_OPS(PY_OP_METHOD, PY_VIA_METHOD){NULL, NUL
 #define PY_VIA_TABLE(name) PY_OP_TABLE(name, )
 static const py_op *const tables[] = {PK_OPS(PY_OP_TABLE, PY_VIA_TABLE)};
 
+/* `name` with the module where users find it. */
 static int add_exception(PyObject *module, PyObject **slot, const char *name, const char *doc, PyObject *base)
 {
-    char full_name[64];
-    PyOS_snprintf(full_name, sizeof full_name, "pagedkv.%s", name);
-    *slot = PyErr_NewExceptionWithDoc(full_name, doc, base, NULL);
-    return *slot ? PyModule_AddObjectRef(module, name, *slot) : -1;
+    *slot = PyErr_NewExceptionWithDoc(name, doc, base, NULL);
+    return *slot ? PyModule_AddObjectRef(module, strrchr(name, '.') + 1, *slot) : -1;
 }
 
 static int add_functions(PyObject *module, py_state *state, PyMethodDef *functions)
@@ -69,17 +70,22 @@ static int module_exec(PyObject *module)
         return -1;
     }
     if (intern_names(state) < 0) return -1;
-    if (add_exception(module, &state->out_of_blocks, "OutOfBlocks",
+    if (add_exception(module, &state->out_of_blocks, "pagedkv.OutOfBlocks",
                       "The pool of a BlockManager has no free block left for what was asked; nothing was changed.",
                       PyExc_MemoryError) < 0 ||
-        add_exception(module, &state->cuda_error, "CudaError",
+        add_exception(module, &state->cuda_error, "pagedkv.CudaError",
                       "A call of CUDA or cuBLASLt failed; the message has the call and the error's name.",
-                      PyExc_RuntimeError) < 0)
+                      PyExc_RuntimeError) < 0 ||
+        add_exception(
+            module, &state->group_error, "pagedkv.ops.GroupError",
+            "The group of a Communicator has ended: a rank did not arrive in time, its process has ended, it made\n"
+            "another call than the others, or somebody has called `abort`. All ranks get the same reason.",
+            PyExc_RuntimeError) < 0)
         return -1;
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
     if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
-        py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0)
+        py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0 || py_add_comm_type(module) < 0)
         return -1;
     if (add_functions(module, state, operations) < 0) return -1;
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)

@@ -6,6 +6,7 @@
 
 #include "ops/linear.h"
 #include "py/args.h"
+#include "py/communicator.h"
 
 int py_check_op(py_state *state, const py_op *op)
 {
@@ -136,7 +137,7 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
         case PY_SCALE:
             return read_scale(call, name, object, field);
         case PY_INT:
-            return read_int(name, object, otherwise, field);
+            return read_int(name, call->signature->required >> i & 1 ? given : object, otherwise, field);
         case PY_DOUBLE:
             return read_double(name, object, otherwise, field);
         case PY_OPTIONAL_DOUBLE:
@@ -148,6 +149,8 @@ static int read_param(py_call *call, int i, const py_param *param, void *field, 
             return truth;
         case PY_PAIR:
             return read_pair(name, isinf(otherwise) ? object : given, field);
+        case PY_COMM:
+            return py_comm_arg(call->state, name, given, field);
         case PY_ALGORITHM:
             return read_algorithm(name, isinf(otherwise) ? object : given, field);
         case PY_OUTPUT:

@@ -28,6 +28,7 @@ typedef enum {
     PY_OPTIONAL_DOUBLE, /* const double *; NULL for None */
     PY_BOOL,            /* bool */
     PY_PAIR,            /* int64_t[2]; -1 each for None where that is the default */
+    PY_COMM,            /* pk_comm * */
     PY_ALGORITHM,       /* const pk_linear_algorithm *, from bytes; NULL for None where that is the default */
     PY_OUTPUT,          /* pk_output *, which is returned: the given tensor, or for None a new one */
     PY_WANTS_OUTPUT     /* pk_output *, from a bool: a new one that is returned, too, or NULL */

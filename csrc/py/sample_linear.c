@@ -1,4 +1,4 @@
-/* sample_linear.c - sample_linear for Python: docstrings and tables of parameters. The rules are in
+/* sample_linear.c - sample_linear and linear_candidates for Python: docstrings and tables of parameters. The rules are in
  * csrc/ops/sample_linear.c. */
 #include "py/op.h"
 #include "py/docs.h"
@@ -26,5 +26,26 @@ const char py_sample_linear_doc[] = PyDoc_STR(
     "        What sample refuses is refused as there: by name on the CPU, with -1 and check_errors() on CUDA.\n");
 PY_OP(sample_linear, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
       P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions),
+      P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),
+      P_AS(OUTPUT, out, sample.out));
+
+const char py_linear_candidates_doc[] = PyDoc_STR(
+    "linear_candidates($module, x, weight, temperatures, seeds, positions, first_token, *, logits, "
+    "weight_scales=None, weight_zeros=None, weight_block=None, weight_is_constant=False, out=None, stream=None)\n--\n\n"
+    "The same of a head whose tokens are divided among ranks: the best token of each row among those that weight has,\n"
+    "with its key, in one word. The greatest word of all ranks has the token that sample_linear takes of all tokens:\n"
+    "sample_candidates.\n"
+    "\n"
+    "Args:\n"
+    "    x, temperatures, seeds, positions: see sample_linear; the same on every rank.\n"
+    "    weight: [num_tokens, in_features], the rows of the head from first_token on.\n"
+    "    first_token: the token that weight's first row is; a multiple of 64.\n"
+    "    logits: [num_rows, num_tokens] float32, memory for the product.\n"
+    "    weight_scales, weight_zeros, weight_block, weight_is_constant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_rows] int64. Logits with a NaN are no error here: sample_candidates refuses them on every rank.\n" PY_DOC_RAISES);
+PY_OP(linear_candidates, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
+      P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions), P(INT, first_token),
       P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),
       P_AS(OUTPUT, out, sample.out));

@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,18 +14,17 @@ from typing import Any
 from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
 from pagedkv.models import ITEM_BYTES
-from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.generation import read_generation
 from pagedkv.models.lora import LoraSize
-from pagedkv.models.registry import buffer_bytes, load_model, read_spec
+from pagedkv.models.registry import buffer_bytes, read_spec
 from pagedkv.models.spec import Spec
-from pagedkv.models.weights import Checkpoint
 
-from .cache.pool import pages_of_memory, pages_on_cpu, pages_on_gpu
+from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
 from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
-from .runner.model_runner import ModelRunner
+from .runner.batch_sizes import batch_sizes_of
+from .runner.plan import RunnerPlan, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .text.tokenizer import Tokenizer
@@ -56,7 +54,7 @@ def build(
     """The core of an engine, ready to serve; where its requests may have adapters, these; of a GPU, bytes by use; and
     what a saved cache must agree with, for which the first call reads all weights. `owner` is what messages call the
     engine."""
-    max_model_len = model_len(options.max_model_len, spec)
+    max_model_len, num_ranks = model_len(options.max_model_len, spec), options.tensor_parallel_size
     bytes_per_page = spec.page_bytes(kv_cache_dtype, options.block_size)
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
     step = step_size(options.max_num_seqs, options.max_num_batched_tokens, spec, dtype, gpu_bytes)
@@ -64,39 +62,41 @@ def build(
     gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
     start = time.perf_counter()
-    is_dummy = options.load_format == "dummy"
     lora = LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None
-    where = dtype, device, spec.quantization, lora
-    checkpoint = DummyCheckpoint(*where) if is_dummy else Checkpoint(folder, *where)
-    with closing(checkpoint):
-        model = load_model(spec, checkpoint, max_model_len)
-    adapters = None if lora is None else _adapter_store(spec, model, lora, dtype)
-    runner = ModelRunner(
-        spec, model, kv_cache_dtype=kv_cache_dtype, device=device,
-        block_size=options.block_size, max_num_seqs=step.max_num_seqs,
-        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
-        enforce_eager=options.enforce_eager, has_adapters=options.enable_lora,
+    of_rank = spec if num_ranks == 1 else spec.shard(0, num_ranks)  # raises where it cannot be split
+    plan = RunnerPlan(
+        folder=folder, spec=spec, is_dummy=options.load_format == "dummy", dtype=dtype, kv_cache_dtype=kv_cache_dtype,
+        devices=devices_of_ranks(device, num_ranks), block_size=options.block_size, max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len, lora=lora,
+        batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
     )  # fmt: skip
-    logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
-    memory.count("weights and buffers")
-    if device != "cpu":
-        runner.warm_up()
-        memory.count("workspaces")
-    if num_blocks is None:
-        affordable = runner.affordable_bytes(options.gpu_memory_utilization)
-        num_blocks = pages_on_gpu(affordable, options.gpu_memory_utilization, bytes_per_page)
-    manager = BlockManager(
-        num_blocks,
-        options.block_size,
-        enable_prefix_caching=options.enable_prefix_caching,
-        eviction=options.eviction,
-        num_host_blocks=options.swap_space // bytes_per_page,
-    )
-    runner.allocate(manager)
-    memory.count("pool")
-    if device != "cpu":
-        runner.capture_decodes()
-        memory.count("graphs")
+    runner, checkpoint = plan.make() if num_ranks == 1 else plan.make_all()
+    try:
+        adapters = None if lora is None else _adapter_store(spec, runner.model, lora, dtype)
+        logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
+        memory.count("weights and buffers")
+        if device != "cpu":
+            runner.on_all("tune")  # which takes each rank as long as it takes
+            runner.on_all("warm_up")
+            memory.count("workspaces")
+        if num_blocks is None:
+            share = options.gpu_memory_utilization
+            num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
+        manager = BlockManager(
+            num_blocks,
+            options.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            eviction=options.eviction,
+            num_host_blocks=options.swap_space // bytes_per_page,
+        )
+        runner.allocate(manager)
+        memory.count("pool")
+        if device != "cpu":
+            runner.on_all("capture_decodes")
+            memory.count("graphs")
+    except BaseException:
+        runner.close()
+        raise
     scheduler = Scheduler(
         manager,
         max_num_seqs=step.max_num_seqs,

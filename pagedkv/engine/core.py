@@ -19,6 +19,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from pagedkv.ops import GroupError
+from pagedkv.parallel.watch import RankError
+
 from .outputs import EngineCounters
 from .requests.book import RequestBook
 from .requests.fault_search import FaultSearch
@@ -54,6 +57,8 @@ class EngineCore:
         self._reset_threads()
         cores.add(self)
         self._start()
+        if runner.team is not None:
+            runner.team.listen(partial(_lose, weakref.ref(self)))
 
     def _reset_threads(self) -> None:
         """What belongs to the threads of this process: a fork's child has none of its parent's."""
@@ -222,7 +227,9 @@ class EngineCore:
     def _recover(self, error: BaseException) -> None:
         """After an error in a step. The steps on their way are lost, but nothing that the host knows. What ran is tried
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
-        if self.runner is None:
+        if self.runner is not None and isinstance(error, GroupError):  # of a kernel: who waited for it got it
+            error = self.runner.blame(error)
+        if self.runner is None or isinstance(error, RankError):
             raise error
         in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]
         running = dict.fromkeys(seq.request for seq in [*self.scheduler.queues.running, *in_flight])
@@ -251,6 +258,8 @@ class EngineCore:
     def _close(self) -> None:
         with self._lock:  # what comes later is refused, and what came before is done now
             self._is_closed = True
+        assert self.runner is not None, "it is closed once"
+        self.runner.close()
         self.runner = None
         self.book.close()
         self.take_messages()
@@ -266,6 +275,21 @@ class EngineCore:
         self.book.close()
         self.take_messages()
         self.book.wake_readers()
+        if self.runner is not None:
+            self.runner.close()
+
+
+def _lose(ref: weakref.ref[EngineCore], error: BaseException) -> None:
+    """A rank has failed, perhaps while the engine is idle: its thread is to know."""
+
+    def fail() -> None:
+        core = ref()
+        if core is not None and core._death is None:
+            raise error
+
+    core = ref()
+    if core is not None:
+        core._post(fail)
 
 
 def _serve(ref: weakref.ref[EngineCore], inbox: Inbox) -> None:
@@ -277,6 +301,9 @@ def _serve(ref: weakref.ref[EngineCore], inbox: Inbox) -> None:
         try:
             if not core.work(action):
                 return
+        except RankError as error:  # of which the log has said all
+            core.die(error)
+            return
         except BaseException as error:
             core.die(error)
             raise
@@ -291,6 +318,8 @@ def _stop_all() -> None:
     """Before the interpreter goes: a thread in the middle of a step would compute with what is being freed."""
     for core in list(cores):
         core.stop()
+        if core.runner is not None:
+            core.runner.close()
 
 
 def _forget_threads() -> None:

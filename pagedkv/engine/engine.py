@@ -29,6 +29,7 @@ from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .runner.model_runner import ModelRunner
+from .runner.plan import devices_of_ranks
 from .sampling.grammars import Grammars
 from .sampling_params import RequestOutputKind, SamplingParams
 from .scheduling.sequence import Sequence, private_salt
@@ -72,6 +73,7 @@ class Engine:
         )  # fmt: skip
         self._book, self.counters, self.scheduler = self._core.book, self._core.counters, self._core.scheduler
         self.manager, self.max_model_len = self.scheduler.manager, self.scheduler.max_model_len
+        self._where = " and ".join(devices_of_ranks(self.device, checked.tensor_parallel_size))
         self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
         self._grammars = Grammars(self.tokenizer, self.config)
@@ -230,7 +232,7 @@ class Engine:
 
         def resize() -> None:
             self._book.check_resize(wanted)
-            resize_pool(self.manager, self._open_runner().caches, wanted)
+            resize_pool(self.manager, self._open_runner().resize, wanted)
 
         self._core.call(resize)
         return wanted
@@ -243,7 +245,7 @@ class Engine:
         The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
-        self.health()
+        self._refuse_ranks()
         identity = self._identity()
         return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
 
@@ -253,9 +255,14 @@ class Engine:
         ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
         either nothing has changed.
         """
-        self.health()
+        self._refuse_ranks()
         file = snapshot.open_saved(path, self._identity)
         return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
+
+    def _refuse_ranks(self) -> None:
+        comm = self._open_runner().comm
+        if comm is not None:
+            raise NotImplementedError(f"tensor_parallel_size is {comm.size}; the cache of one rank is saved and loaded")
 
     def _with_caches(self, action: Callable[[KVCaches], int]) -> int:
         """Runs the action between two steps, on the stream of the steps."""
@@ -303,7 +310,7 @@ class Engine:
         size = manager.num_blocks * config.page_bytes(self.kv_cache_dtype, manager.block_size) / 2**30
         beside = "".join(f", {name} {size / 2**30:.2f}" for name, size in self.memory.items() if name != "pool")
         return (
-            f"<{type(self).__name__} on {self.device}: {len(config.kv_layers)} layers of {config.hidden_size:,}, "
+            f"<{type(self).__name__} on {self._where}: {len(config.kv_layers)} layers of {config.hidden_size:,}, "
             f"{self.dtype}; {manager.num_blocks:,} pages of {manager.block_size} tokens ({size:.2f} GiB{beside}); "
             f"{self.scheduler.max_num_seqs:,} sequences of up to {self.max_model_len:,} tokens, "
             f"{self.scheduler.max_num_batched_tokens:,} tokens per step>"

@@ -21,7 +21,7 @@ CHOICES = {
     "eviction": ("reuse", "lru"),
 }
 LOWEST = {
-    "max_loras": 1, "max_lora_rank": 1,
+    "max_loras": 1, "max_lora_rank": 1, "tensor_parallel_size": 1,
     "block_size": 1, "swap_space": 0, "num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)
 }  # fmt: skip
 
@@ -63,6 +63,8 @@ class EngineOptions:
             their own then, two more a layer
         max_loras: how many adapters the requests that run may have at a time, and how many the device holds; None: 1
         max_lora_rank: the highest rank of an adapter; memory is allocated for max_loras of it. None: 16
+        tensor_parallel_size: ranks: processes with a GPU each, the first of which is this process's, that have a share
+            of the weights and of the KV cache each, and compute every step together: see docs/parallel.md
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
     """
 
@@ -86,6 +88,7 @@ class EngineOptions:
     enable_lora: bool = False
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    tensor_parallel_size: int = 1
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -66,6 +66,21 @@ class Adapter:
     digest: bytes
     matrices: Mapping[str, tuple[Tensor, Tensor]]  # by projection: A [r, in], B [out, r] with the scale
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another rank: tensors as their bytes."""
+
+        def packed(matrix: Tensor) -> tuple[np.ndarray, tuple[int, ...], str]:
+            return matrix.view(matrix.nbytes, "uint8").numpy(), matrix.shape, matrix.dtype
+
+        return _unpacked, (self.digest, {name: (packed(a), packed(b)) for name, (a, b) in self.matrices.items()})
+
+
+def _unpacked(digest: bytes, matrices: Mapping[str, Any]) -> Adapter:
+    def tensor(content: np.ndarray, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return ops.from_dlpack(content).view(shape, dtype)
+
+    return Adapter(digest, {name: (tensor(*a), tensor(*b)) for name, (a, b) in matrices.items()})
+
 
 def stamps(folder: Path) -> Stamps:
     """Another one: another content. FileNotFoundError where a file is missing."""

@@ -14,6 +14,7 @@ class Buffers:
 
     residual: Tensor  # hidden_size: what the blocks add to
     normed: Tensor  # hidden_size
+    partial: Tensor  # hidden_size, of several ranks: this one's term of what is added to residual
 
     # Of Attention.
     qkv: Tensor  # (num_q_heads + 2 * num_kv_heads) * head_dim

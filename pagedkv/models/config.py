@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from . import DTYPES
 from .config_keys import HARMLESS, HARMLESS_PREFIXES, NEUTRAL, check_keys, flag, number
 from .quantized import parse_quantization
 from .rope import Rope, parse_rope
+from .share import split, split_heads, split_vocab
 from .spec import KVLayer, Spec
 
 READ = """
@@ -47,6 +49,25 @@ class DecoderConfig(Spec):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    vocab_share: int | None = None  # of the rows of embedding and head; None: all
+
+    @property
+    def vocab_rows(self) -> int:
+        return self.vocab_size if self.vocab_share is None else self.vocab_share
+
+    def shard(self, rank: int, num_ranks: int) -> Self:
+        unit = self._unit()
+        q_heads, kv_heads = split_heads(self.num_q_heads, self.num_kv_heads, self.head_dim, rank, num_ranks, unit)
+        return replace(
+            self,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=split("intermediate_size", self.intermediate_size, rank, num_ranks, math.lcm(*unit)),
+            vocab_share=split_vocab(self.vocab_size, rank, num_ranks),
+        )
+
+    def _unit(self) -> tuple[int, int]:
+        return (1, 1) if self.quantization is None else self.quantization.unit
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
@@ -68,6 +89,10 @@ class ExpertsConfig(DecoderConfig):
     num_chosen: int  # of a token
     expert_size: int  # their intermediate_size
     normalizes: bool  # a token's weights are divided by their sum
+
+    def shard(self, rank: int, num_ranks: int) -> Self:
+        size = split("moe_intermediate_size", self.expert_size, rank, num_ranks, math.lcm(*self._unit()))
+        return replace(super().shard(rank, num_ranks), expert_size=size)
 
 
 def checked(raw: Mapping[str, Any], keys: Keys) -> dict[str, Any]:

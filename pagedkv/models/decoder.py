@@ -20,10 +20,12 @@ from . import ITEM_BYTES
 from .adapter import Adapter
 from .buffers import Buffers
 from .config import DecoderConfig
+from .head import Head
 from .layers import MLP, Attention, Block, GatedMLP, window_size
 from .linear import Linear, TensorSource, tune
 from .lora import LoraPart
 from .rope import cos_sin_table
+from .share import ranges_of
 from .spec import Batch
 from .weight import Weight
 
@@ -57,13 +59,17 @@ class Decoder:
         table = cos_sin_table(config.rope, config.head_dim, max_model_len)
         cos_sin = ops.asarray(table, device=source.device)
         self.eps = config.rms_norm_eps
-        self.embedding = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.comm, rows = source.comm, config.vocab_rows
+        self.embedding = source.load("model.embed_tokens.weight", rows, config.hidden_size)
+        # Of several ranks: where its rows begin.
+        self._first_row = None if self.comm is None else ranges_of(rows)[0][0]
         self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
         self.norm = source.load("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self.head = Linear(Weight(self.embedding))
+            head = Linear(Weight(self.embedding))
         else:
-            self.head = source.linear({"lm_head": config.vocab_size}, config.hidden_size)
+            head = source.linear({"lm_head": rows}, config.hidden_size)
+        self.head = Head(head, rows, config.vocab_size, self.comm)
         blocks: list[Block] = [block for layer in self.layers for block in layer]
         linears = [linear for block in blocks for linear in (*block.into_new, *block.into_residual)]
         self.lora: dict[str, LoraPart] = {part.name: part for linear in linears for part in linear.lora}
@@ -90,6 +96,8 @@ class Decoder:
     def buffer_sizes(cls, config: DecoderConfig) -> dict[str, int]:
         """The numbers of a token in each of the buffers."""
         sizes = {"residual": config.hidden_size, "normed": config.hidden_size}
+        if config.vocab_share is not None:  # one of several ranks
+            sizes["partial"] = config.hidden_size
         for block in cls.blocks(config):
             sizes |= {name: max(size, sizes.get(name, 0)) for name, size in block.buffer_sizes(config).items()}
         return sizes
@@ -114,8 +122,9 @@ class Decoder:
     def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
         blocks: list[Block] = [layer.attention for layer in self.layers] + [layer.mlp for layer in self.layers]
         tune([each for block in blocks for each in block.into_new], num_tokens, self.dtype)
-        tune([each for block in blocks for each in block.into_residual], num_tokens, self.dtype, add_to_out=True)
-        tune([self.head], num_rows, self.dtype, out_dtype="float32")
+        into_residual = [each for block in blocks for each in block.into_residual]
+        tune(into_residual, num_tokens, self.dtype, add_to_out=self.comm is None)
+        tune([self.head.linear], num_rows, self.dtype, out_dtype="float32")
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, int]]:
@@ -136,7 +145,9 @@ class Decoder:
         used = buffers.first(len(batch.token_ids))
         if batch.has_adapters:
             used.adapter_slots = batch.adapter_slots
-        ops.embedding(batch.token_ids, self.embedding, out=used.residual)
+        ops.embedding(batch.token_ids, self.embedding, first_row=self._first_row, out=used.residual)
+        if self.comm is not None:  # the other ranks' rows are zeros here
+            ops.all_reduce(used.residual, self.comm, out=used.residual)
         self._plan(batch, *caches[0], used)
         left: Tensor | None = None
         memory: dict[type[MLP], Tensor | None] = {}  # layers are alike but for the kind of their MLP
@@ -170,8 +181,11 @@ class Decoder:
                 out=plan,
             )
 
+    def allocate_logits(self, num_rows: int) -> Tensor:
+        return self.head.allocate_logits(num_rows, self.device)
+
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        return self.head.product(hidden, out=out)
+        return self.head.logits(hidden, out)
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor

@@ -10,6 +10,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv import ops
+from pagedkv.ops import Communicator
 
 from .linear import TensorSource
 from .lora import LoraSize
@@ -29,9 +30,9 @@ class DummyCheckpoint(TensorSource):
 
     def __init__(
         self, dtype: str, device: str,
-        quantization: Quantization | None = None, lora: LoraSize | None = None,
+        quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
     ) -> None:  # fmt: skip
-        self.dtype, self.device, self.quantization, self.lora = dtype, device, quantization, lora
+        self.dtype, self.device, self.quantization, self.lora, self.comm = dtype, device, quantization, lora, comm
         self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
         self.pool = self._placed(self.normal * np.float32(DEVIATION))
         self.upload = Upload(device)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from pagedkv import Tensor, ops
+from pagedkv.ops import Communicator
 
 from .linear import TensorSource
+from .share import Share
 from .weight import Part, Weight
 
 
@@ -14,8 +16,9 @@ class ExpertLinear:
     """x @ weight.T of experts, which have one weight [num_experts, out_features, in_features]: the only caller of
     expert_linear."""
 
-    def __init__(self, weight: Weight) -> None:
-        self.weight = weight
+    def __init__(self, weight: Weight, comm: Communicator | None = None) -> None:
+        """comm: see Linear."""
+        self.weight, self.comm = weight, comm
 
     def product(
         self,
@@ -50,15 +53,16 @@ def load_experts(
     stems = [each.removesuffix("_proj") for each in rows]
     joined = f"{name}.{'_'.join(stems)}_proj"
     size, quantization = sum(rows.values()), source.quantization
+    comm = source.comm if isinstance(in_features, Share) else None
     each = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
     if source.has(joined):
         if quantization is None or not quantization.covers(joined):
-            return ExpertLinear(Weight(source.load(joined, num_experts, size, in_features)))
+            return ExpertLinear(Weight(source.load(joined, num_experts, size, in_features)), comm)
         parts = _parts_of_joined(source, joined, num_experts, size, in_features)
     elif quantization is None or not any(map(quantization.covers, each)):
         weights = {f"{one}.weight": count for one, count in each.items()}
         stacked = source.load_stacked(weights, in_features)
-        return ExpertLinear(Weight(stacked.view((num_experts, size, in_features))))
+        return ExpertLinear(Weight(stacked.view((num_experts, size, in_features))), comm)
     else:
         parts = [source.part(one, count, in_features) for one, count in each.items()]
         for one, part in zip(each, parts, strict=True):
@@ -66,7 +70,7 @@ def load_experts(
                 raise NotImplementedError(
                     f"{one} is quantised in another way than {next(iter(each))}; one for all experts is supported"
                 )
-    return ExpertLinear(source.place(parts, num_experts))
+    return ExpertLinear(source.place(parts, num_experts), comm)
 
 
 def _parts_of_joined(source: TensorSource, name: str, num_experts: int, num_rows: int, in_features: int) -> list[Part]:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from pagedkv import Tensor, ops
+from pagedkv.ops import Communicator
 
 from .buffers import Buffers
 from .config import DecoderConfig, ExpertsConfig
@@ -52,11 +53,23 @@ class Block(ABC):
         return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
 
-def _add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
+def add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
     """A block's last product: buffers.residual += that of x; leaves its squares."""
-    linear.product(
-        x, out_squares=squares, add_to_out=True, adapter_slots=buffers.adapter_slots, out=buffers.residual
-    )
+    slots = buffers.adapter_slots
+    if linear.comm is None:
+        linear.product(x, out_squares=squares, add_to_out=True, adapter_slots=slots, out=buffers.residual)
+    else:
+        add_all_to_residual(linear.product(x, adapter_slots=slots, out=buffers.partial), linear.comm, buffers, squares)
+
+
+def add_all_to_residual(partial: Tensor, comm: Communicator, buffers: Buffers, squares: Tensor | None) -> None:
+    """buffers.residual += the sum of what all ranks have; leaves its squares."""
+    ops.all_reduce(partial, comm, residual=buffers.residual, out_squares=squares, out=buffers.residual)
+
+
+def squares_width_of(linear: Linear, x: Tensor, buffers: Buffers) -> int:
+    """Of that product: see Block.squares_width."""
+    return linear.squares_width(x, buffers.residual) if linear.comm is None else buffers.residual.shape[1]
 
 
 class Attention(Block):
@@ -118,10 +131,10 @@ class Attention(Block):
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
-        _add_to_residual(self.output, buffers.attention, buffers, squares)
+        add_to_residual(self.output, buffers.attention, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
-        return self.output.squares_width(buffers.attention, buffers.residual)
+        return squares_width_of(self.output, buffers.attention, buffers)
 
 
 class MLP(Block):
@@ -154,10 +167,10 @@ class GatedMLP(MLP):
             adapter_slots=buffers.adapter_slots,
             out=buffers.activation,
         )
-        _add_to_residual(self.down, buffers.activation, buffers, squares)
+        add_to_residual(self.down, buffers.activation, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
-        return self.down.squares_width(buffers.activation, buffers.residual)
+        return squares_width_of(self.down, buffers.activation, buffers)
 
 
 class Experts(MLP):
@@ -190,9 +203,13 @@ class Experts(MLP):
         self.router.product(x, out=buffers.router_logits)
         ops.route_experts(buffers.router_logits, normalize=self.normalizes, out_experts=experts, out_weights=weights)
         self.gate_up.product(x, experts, gated=True, out=activation)
+        comm = self.down.comm
+        out = buffers.residual if comm is None else buffers.partial
         self.down.product(
-            activation, experts, weights=weights, add_to_out=True, experts_are_constant=True, out=buffers.residual
+            activation, experts, weights=weights, add_to_out=comm is None, experts_are_constant=True, out=out
         )
+        if comm is not None:
+            add_all_to_residual(out, comm, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
-        return 0
+        return 0 if self.down.comm is None else buffers.residual.shape[1]

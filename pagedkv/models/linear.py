@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedkv import Tensor, ops
+from pagedkv.ops import Communicator
 
 from . import DTYPES
 from .lora import LoraPart, LoraSize
+from .share import Share, is_first
 from .spec import Quantization
 from .weight import Part, Weight, part_of_view, stackable
 
@@ -21,10 +23,14 @@ class Linear:
     different kinds where a checkpoint's ignore list divides what is one product here; bias: None or [out_features].
     Weights are promised to be constant: a kernel may fetch them before its turn.
 
-    lora: memory for adapters of its projections; empty: it takes none."""
+    lora: memory for adapters of its projections; empty: it takes none.
+    comm: of ranks that have a share of the inputs each, so that a product is one of the terms of the whole."""
 
-    def __init__(self, *weights: Weight, bias: Tensor | None = None, lora: Sequence[LoraPart] = ()) -> None:
-        self.weights, self.bias, self.lora = weights, bias, lora
+    def __init__(
+        self, *weights: Weight, bias: Tensor | None = None, lora: Sequence[LoraPart] = (),
+        comm: Communicator | None = None,
+    ) -> None:  # fmt: skip
+        self.weights, self.bias, self.lora, self.comm = weights, bias, lora, comm
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +68,7 @@ class Linear:
         out: Tensor,
     ) -> Tensor:
         """See ops.linear. adapter_slots: of the rows of x; None: none has an adapter."""
+        assert self.comm is None or not add_to_out, "all ranks would add what is added once: layers.add_to_residual"
         if adapter_slots is not None and self.lora:
             assert rms_eps is None and out_squares is None  # see can_fold
             return self._adapted(x, adapter_slots, gate_up, add_to_out, out)
@@ -101,22 +108,6 @@ class Linear:
         """See ops.linear_squares. Several weights leave none."""
         return ops.linear_squares(x, **self.weights[0].arguments, out=out) if len(self.weights) == 1 else 0
 
-    def sample(
-        self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor
-    ) -> Tensor:
-        """Of a model's head, which is one weight: see spec.Model.sample."""
-        (weight,) = self.weights
-        return ops.sample_linear(
-            hidden,
-            temperatures=temperatures,
-            seeds=seeds,
-            positions=positions,
-            **weight.arguments,
-            logits=logits,
-            weight_is_constant=True,
-            out=out,
-        )
-
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:
     """Of one weight: see ops.linear."""
@@ -138,11 +129,12 @@ class TensorSource(ABC):
     device: str
     quantization: Quantization | None = None  # in which form the weights of products are there
     lora: LoraSize | None = None  # what memory products have for adapters
+    comm: Communicator | None = None  # of the ranks that have the tensors' shares; None: one has all
     dequantised: list[str]  # those that could not stay as they were
 
     @abstractmethod
     def load(self, name: str, *shape: int) -> Tensor:
-        """The tensor, which must have this shape."""
+        """The tensor, which must have this shape; of dimensions that are Shares, the rank's share."""
 
     @abstractmethod
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> Tensor:
@@ -176,17 +168,19 @@ class TensorSource(ABC):
         hands adapter_slots to product()."""
         lora = self._lora_parts(rows, in_features, self.lora) if takes_adapters and self.lora is not None else []
         biases = {f"{name}.bias": count for name, count in rows.items()}
-        bias = self._joined(biases) if has_bias else None
+        # Of a sum one term has the bias.
+        bias = self._joined(biases) if has_bias and is_first(in_features) else None
+        comm = self.comm if isinstance(in_features, Share) else None
         if self.quantization is None or not any(map(self.quantization.covers, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
-            return Linear(Weight(self._joined(weights, in_features)), bias=bias, lora=lora)
+            return Linear(Weight(self._joined(weights, in_features)), bias=bias, lora=lora, comm=comm)
         parts = [self.part(name, count, in_features) for name, count in rows.items()]
-        return Linear(*map(self.place, stackable(parts)), bias=bias, lora=lora)
+        return Linear(*map(self.place, stackable(parts)), bias=bias, lora=lora, comm=comm)
 
     def _lora_parts(self, rows: Mapping[str, int], in_features: int, size: LoraSize) -> list[LoraPart]:
         parts: list[LoraPart] = []
         for name, count in rows.items():
-            first = parts[-1].columns.stop if parts else 0
+            first: int = parts[-1].columns.stop if parts else 0
             parts.append(LoraPart(name, first, count, in_features, size, self.dtype, self.device))
         return parts
 

@@ -31,6 +31,7 @@ class Quantization(ABC):
 
     name: str  # that of quantization_config.quant_method
     reads_joined_experts = False  # whether a tensor may hold all experts of a layer
+    unit = 1, 1  # rows and columns of a weight that a rank's share has whole
 
     @property
     @abstractmethod
@@ -65,6 +66,11 @@ class Spec(ABC):
     def max_positions(self) -> int:
         """The largest max_model_len."""
         return self.max_position_embeddings
+
+    def shard(self, rank: int, num_ranks: int) -> Spec:
+        """That of one of several ranks: numbers of which it has a share are Shares (see share.py). What every rank must
+        know whole stays as it is."""
+        raise NotImplementedError(f"tensor_parallel_size is {num_ranks}: {self.family} models are not split over ranks")
 
     def page_bytes(self, kv_cache_dtype: str, block_size: int) -> int:
         """Of a page of the KV cache: keys and values of all layers."""
@@ -131,8 +137,11 @@ class Model(Protocol):
         """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
         tokens. Writes the KV of all tokens into the caches."""
 
+    def allocate_logits(self, num_rows: int) -> Tensor:
+        """Memory for the logits of so many rows, float32 [num_rows, vocab_size]."""
+
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """float32 [num_rows, vocab_size]"""
+        """Into the first rows of that memory."""
 
     def sample(
         self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, logits: Tensor, out: Tensor

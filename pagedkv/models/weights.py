@@ -13,6 +13,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv import ops
+from pagedkv.ops import Communicator
 from pagedkv.progress import progress_bar
 
 from . import DTYPES
@@ -20,6 +21,7 @@ from .files import CheckpointError, find_weights
 from .linear import TensorSource
 from .lora import LoraSize
 from .safetensors import Entry, SafetensorsFile
+from .share import narrowed, whole
 from .spec import Quantization
 from .upload import Upload
 from .weight import Part, Weight
@@ -38,10 +40,10 @@ class Checkpoint(TensorSource):
 
     def __init__(
         self, folder: Path, dtype: str, device: str,
-        quantization: Quantization | None = None, lora: LoraSize | None = None,
+        quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.dtype, self.device, self.quantization = folder, dtype, device, quantization
-        self.lora = lora
+        self.lora, self.comm = lora, comm
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
@@ -67,6 +69,7 @@ class Checkpoint(TensorSource):
         self._upload.close()
         self._progress.close()
         self.files.clear()
+        self._views.clear()
 
     def fingerprint(self) -> str:
         """A digest of the weights, in hexadecimal, for which all their bytes are read. Raises CheckpointError where the
@@ -108,6 +111,8 @@ class Checkpoint(TensorSource):
 
     def check_all_used(self, copies: Mapping[str, str]) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
+        if self.comm is not None and self.comm.rank:
+            return  # one rank checks it, or each would read what is compared
         for name, original in copies.items():
             if name in self.files and not self._is_same(name, original):
                 raise self.error(name, f"is not {original!r} but config.json says tie_word_embeddings")
@@ -132,13 +137,14 @@ class Checkpoint(TensorSource):
         view = file.tensor(entry, dtypes)
         if view.shape == () and shape == (1,):
             view = view.view(shape)
-        if tuple(view.shape) != shape:
-            raise self.error(name, f"has shape {list(view.shape)} but the config says {list(shape)}")
+        expected = tuple(map(whole, shape))
+        if tuple(view.shape) != expected:
+            raise self.error(name, f"has shape {list(view.shape)} but the config says {list(expected)}")
         self.used.add(name)
         self._views.append((file, entry))
         if self._bar is not None:
             self._bar.update(view.nbytes)
-        return view
+        return narrowed(view, shape)
 
     def _is_same(self, name: str, other: str) -> bool:
         one, two = (_entry(self.files[each], each) for each in (name, other))

@@ -26,6 +26,7 @@ struct pk_drawer {
         pk_sample_row asked = {};
         asked.temperature = drawn.temperature, asked.position = drawn.position;
         asked.seed_low = drawn.seed_low, asked.seed_high = drawn.seed_high;
+        asked.first_token = (uint32_t)params.args.sample.first_token;
         return asked;
     }
     __device__ void read_rows() const

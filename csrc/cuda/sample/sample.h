@@ -37,16 +37,20 @@ __device__ static inline pk_candidate pk_draw(const pk_sample_row &asked, float 
     return pk_candidate_of(key, token);
 }
 
-/* The row's token, or -1 and a record where nothing could be drawn. */
+/* The row's token, or -1 and a record where nothing could be drawn. A candidate is for sample_candidates to judge. */
 __device__ static inline bool pk_take(const pk_sample_args &args, int64_t i, pk_candidate best, pk_cuda_bad_id *bad_id)
 {
     bool is_drawn = pk_is_drawn(best);
+    if (args.candidates) {
+        args.candidates[i] = pk_candidate_of_whole(best, (uint32_t)args.first_token);
+        return is_drawn;
+    }
     args.out[i] = is_drawn ? pk_token_of(best) : -1;
     if (!is_drawn) pk_record_bad_id(bad_id, PK_BAD_LOGITS, i, 0, 0);
     return is_drawn;
 }
 
-/* Records what is wrong with a row's numbers, and leaves -1. */
+/* Records what is wrong with a row's numbers, and leaves -1, or a candidate that no token comes of. */
 __device__ static inline void pk_refuse(const pk_sample_args &args, int64_t i, pk_cuda_bad_id *bad_id)
 {
     int32_t position = args.positions[i];
@@ -57,7 +61,10 @@ __device__ static inline void pk_refuse(const pk_sample_args &args, int64_t i, p
         pk_record_bad_id(bad_id,
                          temperature >= 0 && temperature <= FLT_MAX ? PK_BAD_SAMPLING_NUMBER : PK_BAD_TEMPERATURE, i, 0,
                          INT32_MAX);
-    args.out[i] = -1;
+    if (args.candidates)
+        args.candidates[i] = pk_candidate_of(NAN, 0);
+    else
+        args.out[i] = -1;
 }
 
 // --- a row

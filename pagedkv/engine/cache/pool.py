@@ -8,7 +8,7 @@ can have the memory that it gives back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -140,9 +140,8 @@ def pages_on_cpu(max_model_len: int, max_num_seqs: int, block_size: int, bytes_p
     return max(min(pages_of_one * max_num_seqs, affordable), pages_of_one)
 
 
-def pages_on_gpu(affordable_bytes: int, gpu_memory_utilization: float, bytes_per_page: int) -> int:
-    """The number of pages that the affordable bytes hold. MemoryError where that is none."""
-    num_blocks = affordable_bytes // bytes_per_page
+def checked_blocks(num_blocks: int, gpu_memory_utilization: float, bytes_per_page: int) -> int:
+    """The number of pages that a GPU has room for. MemoryError where that is none."""
     if num_blocks < 1:
         raise MemoryError(
             f"gpu_memory_utilization={gpu_memory_utilization} leaves no room for a page of {bytes_per_page} bytes"
@@ -162,11 +161,11 @@ def num_blocks_of(num_blocks: int | None, kv_cache_memory: int | None, caches: K
     return wanted
 
 
-def resize_pool(manager: BlockManager, caches: KVCaches, num_blocks: int) -> None:
-    """Between two steps. At any time all pages of the manager have memory."""
+def resize_pool(manager: BlockManager, resize: Callable[[int], None], num_blocks: int) -> None:
+    """Between two steps; resize: the caches. At any time all pages of the manager have memory."""
     if num_blocks > manager.num_blocks:
-        caches.resize(num_blocks)
+        resize(num_blocks)
         manager.resize(num_blocks)
     else:
         manager.resize(num_blocks)
-        caches.resize(num_blocks)
+        resize(num_blocks)

@@ -15,24 +15,35 @@ A step that only decodes is padded to the next of some batch sizes, each of whic
 sampled token. A padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed
 have a graph that ends with the logits, and steps with adapters have graphs of their own; these are captured after the
 first such step of their size.
+
+Of several ranks each has a runner. The first one's decides and packs: it tells the others (`team`) what it is about to
+do on its device, as bytes, and then does it. Theirs do the same (see rank.py).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
-from pagedkv.models.spec import AdaptedModel, Batch, Model, Spec
+from pagedkv.models.spec import Batch, Model, Spec
+from pagedkv.ops import Communicator, GroupError
+from pagedkv.parallel.ring import Kind
+from pagedkv.parallel.team import Team
+from pagedkv.parallel.watch import OF_GROUP, RankError
 from pagedkv.progress import progress_bar
 
 from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
+from .batch_sizes import batch_sizes_of
 from .step_memory import StepMemory
 
 GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
@@ -57,39 +68,51 @@ class ModelRunner:
         max_model_len: int,
         enforce_eager: bool = False,
         has_adapters: bool = False,
+        sizes: Sequence[int] | None = None,
+        comm: Communicator | None = None,
+        team: Team | None = None,
     ) -> None:
+        """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks
+        that have a share of the model each; team: on the first of them, the others."""
         self.spec, self.model, self.device = spec, model, device
+        self.comm, self.team = comm, team
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
-        self._turn = 0
+        self.turn = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)
         self.plans = model.allocate_plans(max_num_batched_tokens, max_num_seqs) if self.is_gpu else {}
         self.sampler = Sampler(
-            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len
-        )
-        self.batch_sizes = list(range(1, max_num_seqs + 1))
-        if self.is_gpu:
-            self.batch_sizes = batch_sizes(max_num_seqs, filling_sizes(device, spec.kv_layers[0].num_kv_heads))
+            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            is_shared=comm is not None,
+        )  # fmt: skip
+        self.batch_sizes = [*sizes] if sizes else batch_sizes_of(device, max_num_seqs, spec)
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans, has_adapters=has_adapters,
         )  # fmt: skip
         # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
         self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        if comm is not None:
+            zeros = np.zeros((1, max_num_seqs), np.float32)
+            self._no_tokens, self._shared_tokens = (ops.asarray(zeros, device=device) for _ in range(2))
+        self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
 
-    def warm_up(self) -> None:
-        """Chooses algorithms, and runs the largest steps on a pool of one page. After that, the memory that operations
-        need besides the pool is allocated."""
+    def tune(self) -> None:
+        """Chooses algorithms."""
         start = time.perf_counter()
         sizes = [*self.batch_sizes, self._max_num_batched_tokens]  # most steps with prompts are full
         self.model.tune(sizes, self.batch_sizes)
         logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
+
+    def warm_up(self) -> None:
+        """Runs the largest steps on a pool of one page. After that, the memory that operations need besides the pool is
+        allocated."""
         self.caches.allocate_one()
         with self.stream:
             batch = self.memory.idle_decodes(self.batch_sizes[-1])
@@ -100,17 +123,31 @@ class ModelRunner:
         ops.synchronize(self.device)
         self.caches.layers = []
 
-    def affordable_bytes(self, utilization: float) -> int:
-        """The bytes that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
+    def affordable_blocks(self, utilization: float) -> int:
+        """The pages that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
         num_graphs = len(self.batch_sizes) * (2 if self.has_adapters else 1)
         of_graphs = 0 if self.graphs is None else num_graphs * GRAPH_BYTES + SCRATCH_BYTES
-        return int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
+        affordable = int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
+        return affordable // self.caches.page_bytes
 
     def allocate(self, manager: BlockManager) -> None:
         """Makes the pool of the manager's pages."""
         self.manager = manager
-        self.caches.allocate(manager.num_blocks, manager.num_host_blocks)
+        self.on_all("caches.allocate", manager.num_blocks, manager.num_host_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Gives the pool this many pages. MemoryError, and no change, where a device has too little memory."""
+        if not all(self.on_all("try_to_resize", num_blocks)):
+            self.on_all("try_to_resize", self.manager.num_blocks)
+            raise MemoryError(f"num_blocks is {num_blocks}: the device has too little memory")
+
+    def try_to_resize(self, num_blocks: int) -> bool:
+        try:
+            self.caches.resize(num_blocks)
+        except MemoryError:
+            return False
+        return True
 
     def capture_decodes(self) -> None:
         """Captures the graphs of all batch sizes, which point to the pool."""
@@ -132,33 +169,36 @@ class ModelRunner:
     def launch(self, step: Step, wait_for_tokens: Callable[[], None] = lambda: None) -> None:
         """Starts the step, in which it leaves what tells of its tokens. A token that is not in Sequence.new_tokens yet
         is taken from the launch before. For masks, wait_for_tokens() puts those tokens there."""
-        self._turn = turn = 1 - self._turn
-        event, graph = self._events[turn], None
-        if event is not None:
-            event.synchronize()  # the host's arrays of this turn have been copied
+        with self._with_team:
+            self._launch(step, wait_for_tokens)
+
+    def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
+        event = self.next_turn()
         with self.stream:
             try:
                 self.move_pages(step)
                 self.write_adapters(step)
                 batch = self.fill(step)
-                if self.graphs is not None and step.only_decodes:
-                    graph = self.graphs.get(_key(batch))
-                if graph is not None:
-                    graph.replay()
-                elif PromptOutputs.are_wanted(step):
-                    step.prompt_outputs = self._compute_prompts(batch, step)
-                else:
-                    self._compute(batch)
+                hidden = self.compute(batch, step.only_decodes, PromptOutputs.are_wanted(step))
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
-                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), turn)
+                    self.share_tokens(len(step.sampled))
+                step.sampled_tokens, step.best = self.sampler.send(len(step.sampled), self.turn)
+                if hidden is not None:
+                    step.prompt_outputs = PromptOutputs(step, hidden, self.logits_of, self.sampler.logits.shape)
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
-            if self.graphs is not None and step.only_decodes and graph is None:
-                self._capture(batch)  # for the next one; the GPU has this one to compute
+            self.capture_missing(batch, step.only_decodes)
         step.event = event
+
+    def next_turn(self) -> Event | None:
+        self.turn = 1 - self.turn
+        event = self._events[self.turn]
+        if event is not None:
+            event.synchronize()  # the host's arrays of this turn have been copied
+        return event
 
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
@@ -166,25 +206,55 @@ class ModelRunner:
 
     def move_pages(self, step: Step) -> None:
         """Does the swaps and copies of a step, before anything is computed."""
-        caches = self.caches
-        if step.swap_out is not None:
-            ops.swap_blocks(each_cache(caches.layers), each_cache(caches.host_layers), step.swap_out)
-        if step.swap_in is not None:
-            ops.swap_blocks(each_cache(caches.host_layers), each_cache(caches.layers), step.swap_in)
-        if step.copies is not None and len(step.copies):
-            ops.copy_blocks(each_cache(caches.layers), step.copies)
+        moves = (Kind.SWAP_OUT, step.swap_out), (Kind.SWAP_IN, step.swap_in), (Kind.COPY, step.copies)
+        for kind, pairs in moves:
+            if pairs is not None and len(pairs):
+                for piece in [pairs] if self.team is None else self.team.tell_rows(kind, pairs):
+                    self.move(kind, piece)
+
+    def move(self, kind: int, pairs: np.ndarray) -> None:
+        caches, host = each_cache(self.caches.layers), each_cache(self.caches.host_layers)
+        if kind == Kind.COPY:
+            ops.copy_blocks(caches, pairs)
+        elif kind == Kind.SWAP_OUT:
+            ops.swap_blocks(caches, host, pairs)
+        else:
+            ops.swap_blocks(host, caches, pairs)
 
     def write_adapters(self, step: Step) -> None:
         """Brings the adapters that a step needs into their slots."""
         for slot, adapter in step.adapters:
-            cast(AdaptedModel, self.model).write_adapter(slot, adapter)
+            self.on_all("model.write_adapter", slot, adapter)
 
     def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
-        return self.memory.fill(step, arrays, self._turn, needs_logits=self.sampler.needs_logits)
+        header = self.memory.fill(
+            step, arrays, self.turn,
+            needs_logits=self.sampler.needs_logits, keeps_hidden=PromptOutputs.are_wanted(step),
+        )  # fmt: skip
+        if self.team is not None:
+            self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
+        return self.memory.upload(header, self.turn)
+
+    def compute(self, batch: Batch, only_decodes: bool, keeps_hidden: bool) -> Tensor | None:
+        """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
+        graph = self.graphs.get(_key(batch)) if self.graphs is not None and only_decodes else None
+        self._hidden = None
+        if graph is not None:
+            graph.replay()
+        elif keeps_hidden:
+            self._hidden = self._compute_all(batch)
+        else:
+            self._compute(batch)
+        return self._hidden
+
+    def capture_missing(self, batch: Batch, only_decodes: bool) -> None:
+        """Captures the graph of a step that has run without one, for the next; the GPU has this one to compute."""
+        if self.graphs is not None and only_decodes and _key(batch) not in self.graphs:
+            self._capture(batch)
 
     def run(self, batch: Batch) -> None:
         """Computes the step up to its tokens."""
@@ -205,34 +275,78 @@ class ModelRunner:
             self._compute(batch)
         self.graphs[_key(batch)] = graph
 
-    def _compute_prompts(self, batch: Batch, step: Step) -> PromptOutputs:
+    def _compute_all(self, batch: Batch) -> Tensor:
         """The same for a step in which log probabilities of a prompt's own tokens, or an embedding, are asked for."""
         ops.take_sampled(batch.token_ids, self.sampler.sampled)
         hidden = self.forward(batch)
-        outputs = PromptOutputs(step, hidden, self.model, self.sampler.logits)
         assert batch.last_tokens is not None, "a step with prompts"
         self.sampler.compute(ops.gather_rows(hidden, batch.last_tokens), batch)
-        return outputs
+        return hidden
+
+    def logits_of(self, rows: np.ndarray) -> Tensor:
+        """Of these rows (int32) of the hidden states that the step has kept."""
+        if self.team is not None:
+            self.team.tell(Kind.LOGITS, (), rows)
+        assert self._hidden is not None, "it has kept them"
+        hidden = ops.gather_rows(self._hidden, ops.asarray(rows, device=self.device))
+        return self.model.logits(hidden, out=self.sampler.logits[: len(rows)])
+
+    def share_tokens(self, num_rows: int) -> None:
+        """Gives the other ranks the tokens that the first has sampled from logits."""
+        if self.comm is None or not num_rows:
+            return
+        if self.team is not None:
+            self.team.tell(Kind.TOKENS, (num_rows,))
+        # Ids are added as the float32s that their bits are, the first rank's to zeros, so that they stay what they are.
+        tokens = self.sampler.sampled[:num_rows].view((1, num_rows), "float32")
+        if self.team is not None:
+            ops.all_reduce(tokens, self.comm, out=self._shared_tokens[:, :num_rows])
+        else:
+            ops.all_reduce(self._no_tokens[:, :num_rows], self.comm, out=tokens)
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
 
+    # --- several ranks
+
+    def on_all(self, name: str, *args: Any) -> list[Any]:
+        """The results of a method of all ranks' runners, or of what they have, the first one's first."""
+        call = attrgetter(name)(self)
+        if self.team is None:
+            return [call(*args)]
+        with self._with_team:
+            self.team.ask(name, *args)
+            return [call(*args), *self.team.answers()]
+
+    @property
+    def _with_team(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.team is None else self._blaming(self.team)
+
+    @contextmanager
+    def _blaming(self, team: Team) -> Iterator[None]:
+        """An error after the other ranks were told of something is the end of all."""
+        num_told = team.num_told
+        try:
+            yield
+        except BaseException as error:
+            if team.num_told == num_told:
+                raise
+            raise self.blame(error) from error
+
+    def blame(self, error: BaseException) -> BaseException:
+        """The team's error after one of this rank, which it ends."""
+        assert self.team is not None, "there are other ranks"
+        kind = OF_GROUP if isinstance(error, (GroupError, ConnectionError)) else type(error).__name__
+        return error if isinstance(error, RankError) else self.team.blame(kind, str(error))
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.team is not None:
+            self.team.close()
+        if self.comm is not None:
+            self.comm.close()
+
 
 def _key(batch: Batch) -> tuple[int, bool, bool]:
     return len(batch.token_ids), batch.needs_logits, batch.has_adapters
-
-
-def batch_sizes(max_num_seqs: int, filling: Iterable[int] = ()) -> list[int]:
-    """The batch sizes that have graphs, those of filling_sizes among them. The last one is max_num_seqs."""
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), *filling}
-    return sorted(size for size in sizes if 0 < size < max_num_seqs) + [max_num_seqs]
-
-
-def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
-    """The sequences whose KV heads fill the GPU when attention has one, two or four CTAs on a multiprocessor.
-
-    One more begins another wave of CTAs, even if it is padding: 33 sequences of 8 heads, padded to 40, take up to 12 %
-    longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
-    """
-    return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]

@@ -7,7 +7,8 @@ last one. On the CPU there is one set, which the model reads in place.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,29 @@ from ..scheduling.step import Step
 
 ALIGN = 64  # bytes, to which each array of a step is aligned
 NO_TABLE = np.empty((0, 0), np.int32)
+
+
+class StepHeader(NamedTuple):
+    """What is to be known of a step besides its arrays, in integers."""
+
+    num_tokens: int  # of a step that only decodes: sequences, padding among them
+    num_seqs: int
+    num_rows: int  # that are sampled; no padding
+    max_seqlen_q: int
+    only_decodes: bool
+    needs_logits: bool
+    has_adapters: bool
+    keeps_hidden: bool  # whether all its hidden states are computed, for the prompts' own tokens
+    table_rows: int  # of the block tables; 0: they are those of the step before
+    table_columns: int
+    num_bytes: int  # of the arrays
+
+    @classmethod
+    def of(cls, fields: SequenceOf[int]) -> StepHeader:
+        """Of the integers of one, and what follows them."""
+        header = cls._make(fields[: len(cls._fields)])
+        names = "only_decodes", "needs_logits", "has_adapters", "keeps_hidden"
+        return header._replace(**{name: bool(getattr(header, name)) for name in names})
 
 
 class StepMemory:
@@ -57,19 +81,27 @@ class StepMemory:
             self._host_tables = [ops.empty(shape[0] * shape[1], "int32", pinned=True) for _ in range(2)]
             self._tables = ops.empty(shape, "int32", device)
             self._table_there = NO_TABLE
+        self._new_table = NO_TABLE  # of the step that was filled last
 
-    def fill(self, step: Step, arrays: Any, turn: int, *, needs_logits: bool) -> Batch:
-        """Fills the step's arrays and starts their copy. `arrays` are what BlockManager.prepare() returns for it."""
+    @staticmethod
+    def most_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int) -> int:
+        """Of a step's arrays and block tables."""
+        arrays = 4 * (4 * max_num_batched_tokens + 9 * max_num_seqs) + 12 * ALIGN
+        return arrays + 4 * max_num_seqs * -(-max_model_len // block_size)
+
+    def fill(
+        self, step: Step, arrays: Any, turn: int, *, needs_logits: bool, keeps_hidden: bool = False
+    ) -> StepHeader:
+        """Fills the step's arrays, which upload() brings to the device. `arrays` are what BlockManager.prepare()
+        returns for it."""
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
         if step.only_decodes:
             size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
-            hosts, there = self._decode_arrays(size)
-            host = hosts[turn]
+            num_tokens, host = size, self._decode_arrays(size)[0][turn]
             pad(host, num_seqs)
         else:
             size, num_tokens = num_seqs, len(arrays.positions)
             host = self._arrays(self._host[turn].numpy(), num_tokens, num_seqs, num_rows)
-            there = self._arrays(self._there, num_tokens, num_seqs, num_rows)
             host.cu_seqlens_q[:] = arrays.cu_seqlens_q
             host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
             host.next_positions[:] = arrays.context_lens[step.sampled]
@@ -83,12 +115,33 @@ class StepMemory:
         host.temperatures[:num_rows] = self._temperatures[:num_rows]
         host.seeds[:num_rows] = self._seeds[:num_rows]
         self._write_adapters(step, host)
-        self._upload(host, turn)
-        tables = self._upload_tables(arrays.block_tables, size)
-        if not step.only_decodes:  # attention chooses its kernel by what the tables have room for
-            tables = tables[:, : arrays.block_tables.shape[1]]
-        there.block_tables, there.max_seqlen_q, there.needs_logits = tables, arrays.max_seqlen_q, needs_logits
-        there.has_adapters = step.adapter_slots is not None
+        tables = arrays.block_tables
+        table_rows = len(tables) if self._stage_tables(tables) else 0
+        return StepHeader(
+            num_tokens, size, num_rows, arrays.max_seqlen_q, step.only_decodes, needs_logits,
+            step.adapter_slots is not None, keeps_hidden, table_rows, tables.shape[1], host.num_bytes,
+        )  # fmt: skip
+
+    def content(self, header: StepHeader, turn: int) -> tuple[np.ndarray, np.ndarray]:
+        """The arrays of the step that was filled, and its block tables if they are new: for take() of another rank."""
+        return self._host[turn].numpy()[: header.num_bytes], self._new_table
+
+    def take(self, header: StepHeader, turn: int, arrays: np.ndarray, tables: np.ndarray) -> None:
+        """In place of fill(): what another rank's content() has given. On the CPU the tables stay where they are."""
+        self._host[turn].numpy()[: len(arrays)] = arrays
+        if header.table_rows:
+            self._stage_tables(tables.view(np.int32).reshape(header.table_rows, header.table_columns))
+
+    def upload(self, header: StepHeader, turn: int) -> Batch:
+        """Starts the copy of the arrays of the step that was filled, or taken, and returns those of the device."""
+        if header.only_decodes:
+            there = self._decode_arrays(header.num_seqs)[1]
+        else:
+            there = self._arrays(self._there, header.num_tokens, header.num_seqs, header.num_rows)
+        self._upload(there, turn)
+        there.block_tables = self._upload_tables(header)
+        there.max_seqlen_q, there.needs_logits = header.max_seqlen_q, header.needs_logits
+        there.has_adapters = header.has_adapters
         return there
 
     def _write_adapters(self, step: Step, host: Batch) -> None:
@@ -168,24 +221,38 @@ class StepMemory:
             temperatures, seeds, next_positions, end, adapter_slots=slots, row_adapter_slots=row_slots,
         )  # fmt: skip
 
-    def _upload(self, host: Batch, turn: int) -> None:
+    def _upload(self, arrays: Batch, turn: int) -> None:
         if self._is_gpu:
-            self._there[: host.num_bytes].copy_(self._host[turn][: host.num_bytes])
+            self._there[: arrays.num_bytes].copy_(self._host[turn][: arrays.num_bytes])
 
-    def _upload_tables(self, tables: np.ndarray, num_rows: int) -> Any:
+    def _stage_tables(self, tables: np.ndarray) -> bool:
+        """Notes the block tables of the next upload. False, and there is none, if a GPU has the same already."""
+        self._new_table = tables
+        if not self._is_gpu:
+            return True
+        if np.array_equal(tables, self._table_there):
+            self._new_table = NO_TABLE
+            return False
+        self._table_there = NO_TABLE  # until the copy has started: after an error in between nothing is known
+        self._host_tables.reverse()  # the one not uploaded last
+        self._new_table = self._host_tables[0][: tables.size].view(tables.shape).numpy()
+        self._new_table[:] = tables
+        return True
+
+    def _upload_tables(self, header: StepHeader) -> Any:
         """The block tables on the device. Their rows are as long as max_model_len needs, so that graphs of decodes
         need not change. Only what is in use is copied, and nothing if the tables have not changed."""
         if not self._is_gpu:
+            return self._new_table
+        if header.table_rows:
+            num_rows, num_columns = self._new_table.shape
+            staged = self._host_tables[0][: self._new_table.size].view(self._new_table.shape)
+            self._tables[:num_rows, :num_columns].copy_(staged)
+            self._table_there = self._new_table
+        tables = self._tables[: header.num_seqs]
+        if header.only_decodes:
             return tables
-        if not np.array_equal(tables, self._table_there):
-            self._host_tables.reverse()  # the one not uploaded last
-            num_seqs, num_blocks = tables.shape
-            staged = self._host_tables[0][: tables.size].view(tables.shape)
-            staged.numpy()[:] = tables
-            self._table_there = NO_TABLE  # until the copy has started: after an error in between nothing is known
-            self._tables[:num_seqs, :num_blocks].copy_(staged)
-            self._table_there = staged.numpy()
-        return self._tables[:num_rows]
+        return tables[:, : header.table_columns]  # attention chooses its kernel by what the tables have room for
 
 
 def pad(arrays: Batch, num_seqs: int) -> None:

@@ -39,10 +39,14 @@ class Sampler:
     host knows all of its tokens.
     """
 
-    def __init__(self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int) -> None:
-        self._model, self._device, self._max_num_seqs = model, device, max_num_seqs
+    def __init__(
+        self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int,
+        is_shared: bool = False,
+    ) -> None:  # fmt: skip
+        """is_shared: the vocabulary is divided among ranks, which would have to gather logits."""
+        self._model, self._device, self._max_num_seqs, self._is_shared = model, device, max_num_seqs, is_shared
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
-        self.logits = ops.empty((max_num_seqs, vocab_size), "float32", device)
+        self.logits = model.allocate_logits(max_num_seqs)
         self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
         # Copies for the host, used in turn. The arrays are made now, because numpy() waits for what writes the memory.
         self._known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
@@ -114,9 +118,9 @@ class Sampler:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether sampling needs logits in memory. The CPU always does: there a row that fails must not stop others."""
+        """Whether sampling needs logits in memory. The CPU always does, if it has all of them."""
         asks = self._options or self._edits is not None or self._num_logprobs is not None
-        return bool(asks) or self._device == "cpu"
+        return bool(asks) or (self._device == "cpu" and not self._is_shared)
 
     # --- a step
 
@@ -125,12 +129,16 @@ class Sampler:
         num_rows = len(batch.temperatures)
         if not num_rows:
             return
-        logits = self.logits[:num_rows]
         if batch.needs_logits:
-            self._model.logits(hidden, out=logits)
-        else:
-            numbers = batch.temperatures, batch.seeds, batch.next_positions
-            self._model.sample(hidden, *numbers, logits=logits, out=self.sampled[:num_rows])
+            self._model.logits(hidden, out=self.logits[:num_rows])
+            return
+
+        def sample(start: int, end: int) -> None:
+            given = hidden, batch.temperatures, batch.seeds, batch.next_positions
+            rows = (each[start:end] for each in given)
+            self._model.sample(*rows, logits=self.logits[start:end], out=self.sampled[start:end])
+
+        self._sample_each(sample, num_rows)
 
     def edit(self, wait_for_tokens: Callable[[], None]) -> None:
         """Edits the logits as the rows ask. Log probabilities are those of the logits before the edits."""
@@ -157,7 +165,9 @@ class Sampler:
             }
             ops.sample(*(each[start:end] for each in given), out=self.sampled[start:end], **options)
 
-        num_rows = len(batch.temperatures) if self._num_rows is None else self._num_rows
+        self._sample_each(sample, len(batch.temperatures) if self._num_rows is None else self._num_rows)
+
+    def _sample_each(self, sample: Callable[[int, int], None], num_rows: int) -> None:
         try:
             sample(0, num_rows)
         except ValueError:  # only the CPU raises, for the first row that fails: find all of them
@@ -203,9 +213,12 @@ class PromptOutputs:
     them. report() gives each sequence its own.
     """
 
-    def __init__(self, step: Step, hidden: Tensor, model: Model, logits: Tensor) -> None:
-        """hidden: [num_tokens, hidden_size] of the step's tokens; logits: memory for some rows of them."""
-        self._model, self._hidden, self._logits = model, hidden, logits
+    def __init__(
+        self, step: Step, hidden: Tensor, logits_of: Callable[[np.ndarray], Tensor], most: tuple[int, ...]
+    ) -> None:
+        """hidden: [num_tokens, hidden_size] of the step's tokens; logits_of: some rows (int32) of them, at most [rows,
+        vocab_size], in memory that the next ones take."""
+        self._logits_of, self._most, self._hidden = logits_of, most, hidden
         self._scores: list[tuple[Sequence, np.ndarray, np.ndarray]] = []
         self._vectors: list[tuple[Sequence, np.ndarray]] = []
         firsts = np.cumsum([0, *step.lengths])
@@ -228,12 +241,10 @@ class PromptOutputs:
         assert seq.prompt_logprobs is not None and seq.params.prompt_logprobs is not None
         row_of_prompt = first_row - start  # where the row of token 0 would be
         start, end = max(start, len(seq.prompt_logprobs) - 1), min(end, seq.num_prompt_tokens - 1)
-        num_best = min(seq.params.prompt_logprobs, self._logits.shape[1])
-        for at in range(start, end, len(self._logits)):
-            stop = min(at + len(self._logits), end)
-            rows = _ids(range(row_of_prompt + at, row_of_prompt + stop), self._hidden.device)
-            logits = self._logits[: stop - at]
-            self._model.logits(ops.gather_rows(self._hidden, rows), out=logits)
+        most, num_best = self._most[0], min(seq.params.prompt_logprobs, self._most[1])
+        for at in range(start, end, most):
+            stop = min(at + most, end)
+            logits = self._logits_of(np.arange(row_of_prompt + at, row_of_prompt + stop, dtype=np.int32))
             targets = _ids(seq.prompt[at + 1 : stop + 1], self._hidden.device)
             ids, logprobs = ops.token_logprobs(logits, targets, num_best)
             self._scores.append((seq, _here(ids), _here(logprobs)))

@@ -9,9 +9,10 @@ from typing import Any
 
 from .. import DTYPES
 from ..linear import TensorSource
+from ..share import blocks
 from ..spec import Quantization
 from ..weight import Part
-from .int4 import ORDER, PER_WORD, int4_part, transposed, unpacked, words, write_along_outputs
+from .int4 import ORDER, PER_WORD, int4_part, int4_unit, transposed, unpacked, words, write_along_outputs
 from .keys import HARMLESS, NEUTRAL, checked, group_size, names, names_part_of, num_groups, one_of
 
 FORMAT = {"checkpoint_format": ("gemm",), "format": ("gemm",), "lm_head": (False,)}
@@ -31,12 +32,16 @@ class Awq(Quantization):
     ignored: tuple[str, ...]
     name, stores = "awq", ("int4",)
 
+    @property
+    def unit(self) -> tuple[int, int]:  # type: ignore[override]
+        return int4_unit(self.group_size)
+
     def covers(self, name: str) -> bool:
         return name != "lm_head" and not names_part_of(name, self.ignored)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)
-        columns = num_rows // PER_WORD
+        columns = blocks(num_rows, PER_WORD)
         packed = source.view(f"{name}.qweight", (in_features, columns), ("int32",))
         packed_zeros = source.view(f"{name}.qzeros", (groups, columns), ("int32",))
         scales = source.view(f"{name}.scales", (groups, num_rows), DTYPES)

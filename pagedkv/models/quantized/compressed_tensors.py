@@ -8,6 +8,7 @@ them by what they are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import Any
 
 from .. import DTYPES
 from ..linear import TensorSource
+from ..share import blocks, whole
 from ..spec import Quantization
 from ..weight import Part
 from .fp8 import block_of, num_blocks, read_fp8
 from .gptq import groups_of_inputs
-from .int4 import PER_WORD, dense_part, int4_part, unpacked, words, write_along_inputs
+from .int4 import PER_WORD, dense_part, int4_part, int4_unit, unpacked, words, write_along_inputs
 from .keys import WHERE, checked, group_size, names, num_groups, one_of
 
 FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("pack-quantized",)}  # by the type of numbers
@@ -122,6 +124,11 @@ class CompressedTensors(Quantization):
     name = "compressed-tensors"
 
     @property
+    def unit(self) -> tuple[int, int]:  # type: ignore[override]
+        each = [int4_unit(one.group_size) if one.type == "int" else one.block for one in self.schemes]
+        return math.lcm(*(rows or 1 for rows, _ in each)), math.lcm(*(columns or 1 for _, columns in each))
+
+    @property
     def stores(self) -> tuple[str, ...]:
         return tuple(sorted({NAMES[each.type] for each in self.schemes}))
 
@@ -144,23 +151,28 @@ class CompressedTensors(Quantization):
 def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
     if source.has(f"{name}.input_scale"):
         source.view(f"{name}.input_scale", (1,), DTYPES)
-    block = scheme.block if scheme.strategy == "block" else (1, shape[1])
-    scale_shape = (1,) if scheme.strategy == "tensor" else num_blocks(*shape, block)
+    block = 1, int(shape[1])
+    scale_shape: tuple[int, ...] = shape[0], 1
+    if scheme.strategy == "block":
+        block, scale_shape = scheme.block, num_blocks(*shape, scheme.block)
+    elif scheme.strategy == "tensor":
+        scale_shape = (1,)
     return read_fp8(source, name, shape, "weight_scale", scale_shape, block, scheme.quantizes_x)
 
 
 def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
     groups = num_groups(name, shape[1], scheme.group_size, shape[0])
-    packed = words(source.view(f"{name}.weight_packed", (shape[0], shape[1] // PER_WORD), ("int32",)))
+    packed = words(source.view(f"{name}.weight_packed", (shape[0], blocks(shape[1], PER_WORD)), ("int32",)))
     scales = source.view(f"{name}.weight_scale", (shape[0], groups), DTYPES)
     zeros = None
     if scheme.has_zeros:
-        packed_zeros = source.view(f"{name}.weight_zero_point", (shape[0] // PER_WORD, groups), ("int32",))
+        packed_zeros = source.view(f"{name}.weight_zero_point", (blocks(shape[0], PER_WORD), groups), ("int32",))
         zeros = unpacked(words(packed_zeros).T.copy()).T.copy()
     if source.has(f"{name}.weight_shape"):
         given = tuple(source.view(f"{name}.weight_shape", (2,), ("int64", "int32")).tolist())
-        if given != shape:
-            raise source.error(f"{name}.weight_shape", f"holds {list(given)} but the config says {list(shape)}")
+        if given != tuple(map(whole, shape)):
+            expected = list(map(whole, shape))
+            raise source.error(f"{name}.weight_shape", f"holds {list(given)} but the config says {expected}")
     of_inputs = groups_of_inputs(source, f"{name}.weight_g_idx", shape[1], groups)
     if of_inputs is not None:
         return dense_part(packed, scales, zeros, of_inputs, source.dtype)

@@ -17,6 +17,7 @@ from pagedkv import Tensor, ops
 
 from .. import DTYPES
 from ..linear import TensorSource
+from ..share import blocks
 from ..spec import Quantization
 from ..weight import Part, Scales, part_of_view
 from .keys import WHERE, checked, is_router, names, names_part_of, one_of
@@ -51,7 +52,7 @@ def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
 
 
 def num_blocks(num_rows: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:
-    return -(-num_rows // block[0]), -(-in_features // block[1])
+    return blocks(num_rows, block[0]), blocks(in_features, block[1])
 
 
 def read_fp8(
@@ -61,7 +62,7 @@ def read_fp8(
     """The part of a weight and its scales as files have them; one scale becomes one of each row."""
     weight = source.view(f"{name}.weight", shape, (DTYPE,))
     given = source.view(f"{name}.{scale_name}", scale_shape, DTYPES)
-    counts = num_blocks(*shape, block)
+    counts = num_blocks(int(shape[0]), int(shape[1]), block)
     scales = ops.empty(counts, "float32")
     if len(given.view(-1)) == scales.nbytes // 4:
         scales.copy_(given.view(counts))
@@ -79,6 +80,10 @@ class BlockFp8(Quantization):
     def covers(self, name: str) -> bool:
         return not names_part_of(name, self.ignored)
 
+    @property
+    def unit(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.block
+
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         shape = num_rows, in_features
         return read_fp8(source, name, shape, "weight_scale_inv", num_blocks(*shape, self.block), self.block, True)
@@ -88,14 +93,14 @@ class BlockFp8(Quantization):
 class LoadedAsFp8(Quantization):
     """Of weights that are not quantised in their files: all but the head's and those of experts' routers."""
 
-    name, stores, reads_joined_experts = "fp8", ("fp8",), True
+    name, stores, reads_joined_experts, unit = "fp8", ("fp8",), True, BLOCK
 
     def covers(self, name: str) -> bool:
         return name != "lm_head" and not is_router(name)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         weight = source.view(f"{name}.weight", (num_rows, in_features), DTYPES)
-        scales = np.empty(num_blocks(num_rows, in_features, BLOCK), np.float32)
+        scales = np.empty(num_blocks(int(num_rows), int(in_features), BLOCK), np.float32)
 
         def write(first: int, last: int, out: Tensor) -> None:
             for row in range(first, last, BLOCK[0]):

@@ -12,9 +12,10 @@ import numpy as np
 
 from .. import DTYPES
 from ..linear import TensorSource
+from ..share import Share, blocks, ranges_of, whole
 from ..spec import Quantization
 from ..weight import Part
-from .int4 import PER_WORD, dense_part, int4_part, transposed, unpacked, words, write_along_inputs
+from .int4 import PER_WORD, dense_part, int4_part, int4_unit, transposed, unpacked, words, write_along_inputs
 from .keys import HARMLESS, NEUTRAL, WHERE, checked, group_size, is_router, num_groups, one_of
 
 FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of zeros, borrows between them included
@@ -37,13 +38,17 @@ class Gptq(Quantization):
     has_head: bool
     name, stores = "gptq", ("int4",)
 
+    @property
+    def unit(self) -> tuple[int, int]:  # type: ignore[override]
+        return int4_unit(self.group_size)
+
     def covers(self, name: str) -> bool:
         return (self.has_head or name != "lm_head") and not is_router(name)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)
-        packed = words(source.view(f"{name}.qweight", (in_features // PER_WORD, num_rows), ("int32",))).T
-        packed_zeros = words(source.view(f"{name}.qzeros", (groups, num_rows // PER_WORD), ("int32",)))
+        packed = words(source.view(f"{name}.qweight", (blocks(in_features, PER_WORD), num_rows), ("int32",))).T
+        packed_zeros = words(source.view(f"{name}.qzeros", (groups, blocks(num_rows, PER_WORD)), ("int32",)))
         scales = transposed(source.view(f"{name}.scales", (groups, num_rows), DTYPES))
         zeros = unpacked(packed_zeros + np.uint32(self.added_to_zeros)).T.copy()
         of_inputs = groups_of_inputs(source, f"{name}.g_idx", in_features, groups)
@@ -57,8 +62,12 @@ def groups_of_inputs(source: TensorSource, name: str, in_features: int, groups: 
     if not source.has(name):
         return None
     given = source.view(name, (in_features,), ("int32",)).numpy()
-    if (given == -1).all() or (given == np.arange(in_features) // (in_features // groups)).all():
+    inputs = np.concatenate([np.arange(*each) for each in ranges_of(in_features)])
+    if (given == -1).all() or (given == inputs // (whole(in_features) // whole(groups))).all():
         return None  # -1: it was never set
+    if isinstance(in_features, Share):
+        order = "groups in the order of activations (desc_act, actorder)"
+        raise NotImplementedError(f"{name}: {order} are not split over ranks")
     if given.min() < 0 or given.max() >= groups:
         wrong = given.min() if given.min() < 0 else given.max()
         raise source.error(name, f"holds {wrong} but there are {groups} groups")

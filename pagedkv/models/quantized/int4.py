@@ -7,6 +7,7 @@ tiles that a core's L2 holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,11 @@ TILE = 128  # words
 PER_WORD = 8
 
 Words = np.ndarray  # uint32
+
+
+def int4_unit(group_size: int) -> tuple[int, int]:
+    """Rows and columns of a weight that a rank's share has whole. group_size -1: one group, which is everybody's."""
+    return PER_WORD, math.lcm(PER_WORD, max(group_size, 1))
 
 
 def words(tensor: Tensor) -> Words:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..config_keys import check_keys
+from ..share import blocks
 
 WHERE = "quantization_config."
 
@@ -85,4 +86,4 @@ def num_groups(name: str, in_features: int, size: int, num_rows: int) -> int:
         return 1
     if in_features % size:
         raise NotImplementedError(f"{name}: {in_features} inputs are no multiple of {WHERE}group_size {size}")
-    return in_features // size
+    return blocks(in_features, size)

@@ -1,0 +1,93 @@
+"""The process of a rank behind the first, as the first one has it: its socket, and how it starts and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from .ring import memory_file
+
+END_SECONDS = 5.0  # in which a rank ends by itself after its socket has
+LAST_WORDS = 2000  # bytes of what a rank has written to its standard error
+
+
+class Member:
+    """A new interpreter that runs a module, whose arguments are the rank, the numbers, and the descriptors of its end
+    of the socket and of `files`."""
+
+    def __init__(
+        self, rank: int, module: str, numbers: Sequence[int], files: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        self.rank, self.report = rank, ""  # of an error, when it has told of one
+        with contextlib.ExitStack() as stack:
+            self.words = memory_file(f"pagedkv rank {rank}")  # its standard error
+            stack.callback(os.close, self.words)
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(self.socket.close)
+            inherited = [theirs.fileno(), *files]
+            arguments = map(str, (rank, *numbers, *inherited))
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.words, pass_fds=inherited,
+                    env=environment,
+                )  # fmt: skip
+            stack.callback(self.process.kill)
+            self.pidfd = os.pidfd_open(self.process.pid)
+            stack.pop_all()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody has waited for its end."""
+        return self.process.returncode is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat", "rb") as file:
+                return file.read().rpartition(b") ")[2][:1] == b"T"
+        except OSError:
+            return False
+
+    @property
+    def end(self) -> str:
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def last_words(self) -> str:
+        size = os.fstat(self.words).st_size
+        return os.pread(self.words, LAST_WORDS, max(0, size - LAST_WORDS)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Gives its descriptors back."""
+        self.socket.close()
+        os.close(self.pidfd)
+        os.close(self.words)
+
+
+def environment(num_threads: int | None) -> dict[str, str]:
+    """With which a rank imports what this process would. num_threads: see Team."""
+    path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    return {**os.environ, "PYTHONPATH": path, **threads}
+
+
+def end(members: Sequence[Member]) -> None:
+    """Ends their sockets, and so the processes; kills those that take too long."""
+    for member in members:
+        with contextlib.suppress(OSError):
+            member.socket.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + END_SECONDS
+    for member in members:
+        try:
+            member.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()

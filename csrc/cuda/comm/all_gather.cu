@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(MAIL_SLOT) all_gather_kernel(const __grid_cons
     const int64_t at = ((int64_t)blockIdx.x * MAIL_SLOT + threadIdx.x) * packed::COUNT,
                   left = params.args.row_size - at;
     T *out = (T *)params.args.out + row * params.args.out_stride + at;
-    pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
+    pk_let_next_kernel_start(); /* not before: those behind it would pile up as long as this one waits for others */
     pk_mail_use(its, slot, 1, [&] {
         const uint32_t turn = pk_mail_turn(its, slot);
         pk_mail_empty(its, turn, slot, threadIdx.x);

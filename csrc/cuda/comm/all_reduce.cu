@@ -130,8 +130,8 @@ template <typename T, bool IS_ALIGNED, int MOST>
 __global__ void __launch_bounds__(MAIL_THREADS, (ctas_an_sm<T, MOST>))
     all_reduce_kernel(const __grid_constant__ all_reduce_params params)
 {
-    pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
+    pk_let_next_kernel_start(); /* not before: those behind it would pile up as long as this one waits for others */
     const all_reduce_cta<T, IS_ALIGNED, MOST> cta = {params};
     pk_mail_use(params.its, cta.first_slot, params.slots_per_row, [&] { cta.reduce(); });
 }

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(MAIL_SLOT)
                              const __grid_constant__ pk_mailboxes its, int64_t first_row, pk_cuda_bad_id *bad_id)
 {
     const int64_t slot = blockIdx.x, row = first_row + slot * MAIL_SLOT + threadIdx.x;
-    pk_let_next_kernel_start();
     pk_wait_for_previous_kernel();
+    pk_let_next_kernel_start(); /* not before: those behind it would pile up as long as this one waits for others */
     pk_mail_use(its, slot, 1, [&] {
         const uint32_t turn = pk_mail_turn(its, slot);
         pk_mail_empty(its, turn, slot, threadIdx.x);

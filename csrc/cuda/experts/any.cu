@@ -7,7 +7,6 @@
 #include "cuda/linear/dequantize.h"
 
 enum { ANY_WARPS = 8 };
-enum weight_form { AS_X, IN_FLOAT8, IN_INT4 };
 
 struct expert_any_params {
     pk_expert_linear_args args;

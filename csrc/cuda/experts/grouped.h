@@ -2,8 +2,8 @@
 #ifndef PK_CUDA_EXPERTS_GROUPED_H
 #define PK_CUDA_EXPERTS_GROUPED_H
 
-#include "cuda/experts/experts.h"
-#include "cuda/pack.h"
+#include "cuda/experts/lists.h"
+#include "cuda/linear/dequantize.h"
 #include "cuda/sm90_ring.h"
 
 enum {
@@ -11,28 +11,58 @@ enum {
     GROUPED_BLOCK = 64,      /* rows of the weight: of a warpgroup's instruction */
     GROUPED_MAX_STAGES = 12, /* of the ring */
     GROUPED_MOST_BEHIND = 4, /* stages whose rows of x are under way, before the first of them is waited for */
+    GROUPED_AHEAD = 3,       /* stages of a quantised weight that are under way to registers */
 };
 
-/* N rows of x, that many warpgroups which multiply, and warps which copy. */
-template <int WARPGROUPS, int N>
+#ifndef GBIGN
+#define GBIGN 128
+#define GWBIG 2
+#define GCOPBIG 2
+#define GDIVBIG 2
+#define GGRIDBIG 2
+#endif
+#ifndef GCOP16
+#define GCOP16 2
+#define GCOP32 2
+#define GCOP64 2
+#define GDIV16 3
+#define GDIV32 2
+#define GDIV64 2
+#define GGRID16 2
+#define GGRID32 2
+#define GGRID64 2
+#define GW16 1
+#define GW32 2
+#define GW64 2
+#endif
+#define BY_N(N, name) ((N) == 16 ? name##16 : (N) == 32 ? name##32 : (N) == 64 ? name##64 : name##BIG)
+/* N rows of x, that many warpgroups which multiply, and warps which copy and decode. */
+template <int WARPGROUPS, int N, weight_form FORM>
 struct grouped_shape {
-    static constexpr int WORKERS = WARPGROUPS * 128, COPIERS = N > 64 ? 2 : 1, THREADS = WORKERS + COPIERS * 32;
-    static constexpr int TILE = WARPGROUPS * GROUPED_BLOCK; /* rows of the weight */
+    static constexpr int WORKERS = WARPGROUPS * 128, COPIERS = FORM == AS_X ? BY_N(N, GCOP) : 4,
+                         THREADS = WORKERS + COPIERS * 32;
+    /* CTAs of an SM, of this product, and for how many there is room: for some of the next one's. */
+    static constexpr int CTAS = FORM == AS_X ? BY_N(N, GGRID) : N <= 64 ? 2 : 1;
+    static constexpr int ROOM = FORM == AS_X ? BY_N(N, GDIV) : CTAS;
+    static constexpr int TILE = WARPGROUPS * GROUPED_BLOCK;      /* rows of the weight */
     static constexpr int X_BYTES = N * GROUPED_LINE * 2, STAGE_BYTES = X_BYTES + TILE * GROUPED_LINE * 2;
-    static constexpr int ROWS_OF_COPIER = N / (COPIERS * 4); /* a thread has every eighth 16 bytes of them */
-    /* Two CTAs have room on an SM, beside their barriers and what the swizzle's border takes. */
-    static constexpr int stages_on(const pk_cuda_card &card)
+    /* A copier's thread has every eighth 16 bytes of them: of x; of a quantised weight, once it is decoded. */
+    static constexpr int ROWS_OF_COPIER = N / (COPIERS * 4), PIECES_OF_COPIER = TILE / (COPIERS * 4);
+    /* Beside the barriers of each CTA, its lists, what the swizzle's border takes and what CUDA keeps. */
+    static constexpr int stages_on(const pk_cuda_card &card, int list_bytes = 0)
     {
-        const int stages = (card.smem_per_sm / 2 - 5120) / STAGE_BYTES;
+        const int stages = (card.smem_per_sm / ROOM - 1024 - 1024 - 640 - N * 16 - list_bytes) / STAGE_BYTES;
         return stages < GROUPED_MAX_STAGES ? stages : GROUPED_MAX_STAGES;
     }
-    static constexpr int smem_on(const pk_cuda_card &card) { return stages_on(card) * STAGE_BYTES + 1024; }
+    static constexpr int smem_on(const pk_cuda_card &card) { return card.smem_per_sm / ROOM - 1024 - 640 - N * 16; }
 };
 
 struct grouped_params {
     CUtensorMap weight_map;     /* in_features, 8 rows, 2 of these, all such sixteens, experts */
+    weight_pieces pieces;       /* of a quantised weight, which has no map */
     pk_expert_linear_args args; /* without weights: those are another kernel's */
-    pk_expert_groups lists;
+    pk_expert_groups lists;     /* without groups: each CTA lists the pairs */
+    bool is_early;              /* the weight and the experts may be read before the kernel ahead has ended */
     int num_blocks, num_stages; /* tiles of an expert's outputs; of the ring */
 };
 
@@ -46,12 +76,14 @@ struct grouped_barriers {
     int64_t places[2][N]; /* of a tile's rows in out, in elements */
 };
 
-template <typename T, int WARPGROUPS, int N>
+template <typename T, int WARPGROUPS, int N, weight_form FORM>
 struct grouped_cta {
-    using shape = grouped_shape<WARPGROUPS, N>;
+    using shape = grouped_shape<WARPGROUPS, N, FORM>;
+    using raw_weight = raw_piece<FORM == IN_INT4>[shape::PIECES_OF_COPIER];
     const grouped_params &params;
     const pk_expert_linear_args &args;
     grouped_barriers<N> &shared;
+    pk_expert_groups lists;
     uint32_t ring;
     int warp, lane, num_stages, num_steps, num_tiles;
 
@@ -74,8 +106,18 @@ struct grouped_cta {
         }
         barrier_init_fence();
     }
-    /* After the kernel before. */
-    __device__ __forceinline__ void count_tiles() { num_tiles = *params.lists.num_groups * params.num_blocks; }
+    /* By all threads, which meet. */
+    __device__ __forceinline__ void find_lists(char *smem, pk_cuda_bad_id *bad_id)
+    {
+        char *behind_ring = smem + (ring - smem_address(smem)) + num_stages * shape::STAGE_BYTES;
+        if (params.lists.groups) {
+            lists = params.lists;
+            __syncthreads();
+        } else {
+            lists = list_pairs<shape::THREADS>(args, N, behind_ring, bad_id);
+        }
+        num_tiles = *lists.num_groups * params.num_blocks;
+    }
     __device__ __forceinline__ int64_t offset_of(int pair, int64_t stride, int64_t pair_stride) const
     {
         const int chosen = (int)args.num_chosen, token = pair / chosen;
@@ -94,7 +136,7 @@ struct grouped_cta {
             rows[i] = nullptr;
             if (row < group.count && group.expert < args.num_experts)
                 rows[i] = (const T *)args.linear.x.data +
-                          offset_of(params.lists.order[group.first + row], args.linear.x.stride, args.x_pair_stride);
+                          offset_of(lists.order[group.first + row], args.linear.x.stride, args.x_pair_stride);
         }
     }
     __device__ __forceinline__ void copy_x(const T *const (&rows)[shape::ROWS_OF_COPIER], int step, int stage) const
@@ -109,7 +151,7 @@ struct grouped_cta {
         }
         copy_async_commit();
     }
-    /* Ordinary copies are no work of the engine's: a fence stands between them and the products. */
+    /* Ordinary copies and stores are no work of the engine's: a fence stands between them and the products. */
     __device__ __forceinline__ void show_x(int stage) const
     {
         fence_async_proxy();
@@ -123,32 +165,99 @@ struct grouped_cta {
         copy_5d(ring + stage * shape::STAGE_BYTES + shape::X_BYTES, &params.weight_map, barrier, step * GROUPED_LINE, 0,
                 0, block * shape::TILE / 16, expert);
     }
+    /* Loads this thread's pieces of a step of a quantised weight, zeros where it has none. Rows are in the order of the
+     * map. */
+    __device__ __forceinline__ void load_weight(raw_weight &raw, const pk_expert_group &group, int block, int step) const
+    {
+        const pk_weight &weight = args.linear.weight;
+        const bool is_gated = args.linear.epilogue.is_gated;
+        const int row = (threadIdx.x - shape::WORKERS) / 8, column = step * GROUPED_LINE + threadIdx.x % 8 * WEIGHT_PIECE;
+        const bool is_inside = group.expert < args.num_experts && column < weight.in_features;
+        const int apart = is_gated ? (int)weight.out_features / 2 : 8;
+        for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
+            const int of_tile = row + i * shape::COPIERS * 4, sixteen = block * shape::TILE / 16 + of_tile / 16;
+            raw[i] = {};
+            if (!is_inside || sixteen * 16 >= weight.out_features) continue;
+            const int its_row = sixteen * (is_gated ? 8 : 16) + of_tile % 16 / 8 * apart + of_tile % 8;
+            raw[i].load(params.pieces, row_of_weight(params.pieces, its_row, group.expert), column);
+        }
+    }
+    __device__ __forceinline__ void write_weight(const raw_weight &raw, int stage) const
+    {
+        const int thread = threadIdx.x - shape::WORKERS;
+        for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
+            const uint32_t at = (thread / 8 + i * shape::COPIERS * 4) * GROUPED_LINE * 2 + thread % 8 * 16;
+            float values[WEIGHT_PIECE];
+            raw[i].decode(values);
+            const uint4 bits = pk_packed<T>::pack(values).bits;
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(ring + stage * shape::STAGE_BYTES +
+                                                                          shape::X_BYTES + swizzled(at)),
+                         "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                         : "memory");
+        }
+    }
+    __device__ __forceinline__ pk_expert_group group_of(int tile) const
+    {
+        return lists.groups[tile / params.num_blocks];
+    }
     __device__ __forceinline__ void copy_all() const
     {
         /* A stage is released when the next one is being multiplied: so two of them must have been shown. */
         const int most_behind = min(num_stages - 2, (int)GROUPED_MOST_BEHIND);
         int stage = 0, parity = 1, shown = 0, num_behind = 0; /* shown: the stage whose x is waited for next */
         auto next_of = [&](int stage) { return stage + 1 == num_stages ? 0 : stage + 1; };
-#pragma unroll 1
-        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-            const pk_expert_group group = params.lists.groups[tile / params.num_blocks];
-            const T *rows[shape::ROWS_OF_COPIER];
-            find_rows(rows, group);
-#pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
-                barrier_wait(smem_address(&shared.empty[stage]), parity);
-                if (threadIdx.x == shape::WORKERS) copy_weight(group.expert, tile % params.num_blocks, step, stage);
-                copy_x(rows, step, stage);
-                if (num_behind == most_behind) {
-                    copy_async_wait(most_behind);
-                    show_x(shown);
-                    shown = next_of(shown);
-                } else {
-                    num_behind++;
-                }
-                stage = next_of(stage);
-                if (stage == 0) parity ^= 1;
+        raw_weight raw[FORM == AS_X ? 1 : GROUPED_AHEAD];
+        tile_walk at = {(int)blockIdx.x, 0}, ahead = at; /* ahead: of what is loaded to registers */
+        pk_expert_group group, group_ahead;
+        auto load_ahead = [&](raw_weight &raw) {
+            if (ahead.tile >= num_tiles) return;
+            if (ahead.step == 0) group_ahead = group_of(ahead.tile);
+            load_weight(raw, group_ahead, ahead.tile % params.num_blocks, ahead.step);
+            ahead.advance(num_steps, gridDim.x);
+        };
+        const T *rows[shape::ROWS_OF_COPIER];
+        int num_early = 0; /* steps whose weights are on their way */
+        auto copy_step = [&](raw_weight &raw) {
+            if (at.step == 0) group = group_of(at.tile), find_rows(rows, group);
+            barrier_wait(smem_address(&shared.empty[stage]), parity);
+            if constexpr (FORM == AS_X)
+                if (threadIdx.x == shape::WORKERS && num_early == 0)
+                    copy_weight(group.expert, at.tile % params.num_blocks, at.step, stage);
+            if (num_early > 0) num_early--;
+            copy_x(rows, at.step, stage);
+            if constexpr (FORM != AS_X) {
+                write_weight(raw, stage);
+                load_ahead(raw);
             }
+            if (num_behind == most_behind) {
+                copy_async_wait(most_behind);
+                show_x(shown);
+                shown = next_of(shown);
+            } else {
+                num_behind++;
+            }
+            stage = next_of(stage);
+            if (stage == 0) parity ^= 1;
+            at.advance(num_steps, gridDim.x);
+        };
+        if constexpr (FORM == AS_X) {
+            while (params.is_early && num_early < num_stages && ahead.tile < num_tiles) {
+                if (threadIdx.x == shape::WORKERS)
+                    copy_weight(group_of(ahead.tile).expert, ahead.tile % params.num_blocks, ahead.step, num_early);
+                ahead.advance(num_steps, gridDim.x);
+                num_early++;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < GROUPED_AHEAD; i++) load_ahead(raw[i]);
+        }
+        pk_wait_for_previous_kernel();
+        pk_let_next_kernel_start();
+#pragma unroll 1
+        while (at.tile < num_tiles) {
+#pragma unroll
+            for (int i = 0; i < (FORM == AS_X ? 1 : GROUPED_AHEAD); i++)
+                if (at.tile < num_tiles) copy_step(raw[i]);
         }
         copy_async_wait<0>();
         for (; num_behind > 0; num_behind--, shown = next_of(shown)) show_x(shown);
@@ -162,7 +271,7 @@ struct grouped_cta {
             const uint32_t x = ring + stage * shape::STAGE_BYTES;
             const uint64_t a = descriptor(x + shape::X_BYTES + warp / 4 * GROUPED_BLOCK * GROUPED_LINE * 2, 16, 1024),
                            b = descriptor(x, 16, 1024);
-            barrier_wait(smem_address(&shared.weight_full[stage]), parity);
+            if constexpr (FORM == AS_X) barrier_wait(smem_address(&shared.weight_full[stage]), parity);
             barrier_wait(smem_address(&shared.x_full[stage]), parity);
             wgmma_fence();
             for (int k = 0; k < GROUPED_LINE; k += 16)
@@ -179,7 +288,7 @@ struct grouped_cta {
         const int row = threadIdx.x;
         if (row < group.count)
             shared.places[turn][row] =
-                offset_of(params.lists.order[group.first + row], args.linear.epilogue.out_stride, args.out_pair_stride);
+                offset_of(lists.order[group.first + row], args.linear.epilogue.out_stride, args.out_pair_stride);
     }
     /* A thread's sums are of the outputs l / 4 and l / 4 + 8 of its warp's 16 (a gate and its up) by two rows of every 8. */
     __device__ __forceinline__ void write(const float (&acc)[N / 2], int count, int block, int turn) const
@@ -206,9 +315,11 @@ struct grouped_cta {
     __device__ __forceinline__ void multiply_all() const
     {
         int stage = 0, parity = 0, turn = 0;
+        pk_wait_for_previous_kernel();
+        pk_let_next_kernel_start();
 #pragma unroll 1
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, turn ^= 1) {
-            const pk_expert_group group = params.lists.groups[tile / params.num_blocks];
+            const pk_expert_group group = group_of(tile);
             find_places(group, turn);
             float acc[N / 2];
             multiply(acc, stage, parity);

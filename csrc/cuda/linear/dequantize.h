@@ -102,4 +102,37 @@ __device__ static inline void load_piece(float values[WEIGHT_PIECE], const weigh
         load_float8<IS_ALIGNED>(values, its, row, column, count);
 }
 
+/* A piece as it lies, where pieces are aligned and have one scale each: what is loaded early may be decoded late. */
+template <bool IS_INT4>
+struct raw_piece {
+    std::conditional_t<IS_INT4, uint32_t, uint2> bits = {};
+    float scale = 0, zero = 0;
+
+    __device__ __forceinline__ void load(const weight_pieces &its, const weight_row &row, int column)
+    {
+        const int block = its.block_columns.divide(column);
+        bits = *(const decltype(bits) *)(row.data + (IS_INT4 ? column / 2 : column));
+        scale = scale_at(its.weight, row.scales + block);
+        if constexpr (IS_INT4) zero = row.zeros ? row.zeros[block] : PK_INT4_ZERO;
+    }
+    /* As load_piece does. */
+    __device__ __forceinline__ void decode(float (&values)[WEIGHT_PIECE]) const
+    {
+        if constexpr (IS_INT4) {
+            for (int i = 0; i < WEIGHT_PIECE / 2; i++) { /* the last bits of 128, as bfloat16 */
+                const uint32_t pair = (bits >> 4 * i & 0x000f000f) | 0x43004300;
+                values[2 * i] = (__uint_as_float(pair << 16) - (128 + zero)) * scale;
+                values[2 * i + 1] = (__uint_as_float(pair & 0xffff0000) - (128 + zero)) * scale;
+            }
+        } else {
+            const uint2 low = fp8_to_f16(bits.x), high = fp8_to_f16(bits.y);
+            const uint32_t pairs[WEIGHT_PIECE / 2] = {low.x, low.y, high.x, high.y};
+            for (int i = 0; i < WEIGHT_PIECE / 2; i++) {
+                const float2 both = pk_to_floats(*(const __half2 *)&pairs[i]);
+                values[2 * i] = both.x * scale, values[2 * i + 1] = both.y * scale;
+            }
+        }
+    }
+};
+
 #endif

@@ -48,7 +48,11 @@ extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *exper
     if (pk_num_pairs(&args) <= LISTED_PAIRS && listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
         pk_expert_groups listed;
         bad = {};
-        emulated::run([&] { listed = list_pairs<EMULATED_THREADS>(args, its->most_rows, smem, &bad); });
+        auto list = its->most_rows == 16   ? list_pairs<EMULATED_THREADS, 16>
+                    : its->most_rows == 32 ? list_pairs<EMULATED_THREADS, 32>
+                    : its->most_rows == 64 ? list_pairs<EMULATED_THREADS, 64>
+                                           : list_pairs<EMULATED_THREADS, 128>;
+        emulated::run([&] { listed = list(args, smem, &bad); });
         memcpy(groups + 3 * its->most_groups, listed.groups, *listed.num_groups * sizeof *listed.groups);
         memcpy(order + pk_num_pairs(&args), listed.order, pk_num_pairs(&args) * 4);
         its->num_listed = *listed.num_groups;

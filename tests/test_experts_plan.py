@@ -18,7 +18,7 @@ def run(tmp_path_factory):
 
     def call(experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16, weight_dtype=2):
         tokens, chosen = experts.shape
-        most_groups = min(experts.size, experts.size // most_rows + num_experts + 1)
+        most_groups = experts.size if tokens == 1 else min(experts.size, experts.size // most_rows + num_experts + 1)
         its = Experts(tokens, num_experts, chosen, size, outputs, is_gated, is_summed, card.num_sms, card.compute_capability, most_rows,
                       most_groups, weight_dtype)  # fmt: skip
         entries = np.full((experts.size + 1, 9), -9, np.int32)
@@ -70,7 +70,10 @@ def test_lists_of_many_tokens(rng, run, case):
         expected += [[expert, first + at, min(rows, count - at)] for at in range(0, count, rows)]
         first += count
     np.testing.assert_array_equal(groups[0, : its.num_groups], expected)
-    if experts.size <= LISTED:  # by each CTA: those of an expert in any order
+    if tokens == 1:  # by each CTA: each pair is a group
+        np.testing.assert_array_equal(groups[1, : its.num_listed], [[known[pair], pair, 1] for pair in range(chosen)])
+        np.testing.assert_array_equal(order[1], np.arange(chosen))
+    elif experts.size <= LISTED:  # by each CTA: those of an expert in any order
         np.testing.assert_array_equal(groups[1, : its.num_listed], expected)
         np.testing.assert_array_equal(order[1][np.lexsort((order[1], known[order[1]]))], order[0])
         assert (np.diff(known[order[1]]) >= 0).all()

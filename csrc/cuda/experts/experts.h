@@ -38,7 +38,7 @@ struct pk_expert_groups {
 __host__ __device__ static inline int64_t pk_most_groups(const pk_expert_linear_args *args, int most_rows)
 {
     const int64_t pairs = pk_num_pairs(args), most = pairs / most_rows + args->num_experts + 1;
-    return pairs < most ? pairs : most;
+    return pairs < most || args->linear.x.num_rows == 1 ? pairs : most;
 }
 pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_expert_groups &groups,
                                const pk_cuda_call &call);

@@ -13,19 +13,19 @@
 
 // --- kernels
 
-template <typename T, int WARPGROUPS, int N, weight_form FORM>
-__global__ void __launch_bounds__(grouped_shape<WARPGROUPS, N, FORM>::THREADS, grouped_shape<WARPGROUPS, N, FORM>::ROOM)
+template <typename T, int N, weight_form FORM>
+__global__ void __launch_bounds__(grouped_shape<N, FORM>::THREADS, grouped_shape<N, FORM>::IS.room)
     expert_grouped_kernel(const __grid_constant__ grouped_params params, pk_cuda_bad_id *bad_id)
 {
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
     __shared__ grouped_barriers<N> shared;
-    grouped_cta<T, WARPGROUPS, N, FORM> cta(params, dynamic_smem, shared);
+    grouped_cta<T, N, FORM> cta(params, dynamic_smem, shared);
     cta.init_barriers();
     if (FORM == AS_X && threadIdx.x == 0) prefetch_tensor_map(&params.weight_map);
     if (!params.is_early) pk_wait_for_previous_kernel();
     cta.find_lists(dynamic_smem, bad_id);
-    if (cta.warp >= WARPGROUPS * 4)
+    if (threadIdx.x >= grouped_shape<N, FORM>::WORKERS)
         cta.copy_all();
     else
         cta.multiply_all();
@@ -83,48 +83,47 @@ static pk_status map_weight(CUtensorMap *map, const pk_expert_linear_args *args,
     return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
 }
 
-template <typename T, int WARPGROUPS, int N, weight_form FORM>
+template <typename T, int N, weight_form FORM>
 static pk_status launch(grouped_params &params, const pk_cuda_call &call)
 {
-    using shape = grouped_shape<WARPGROUPS, N, FORM>;
+    using shape = grouped_shape<N, FORM>;
     static uint64_t allowed;
     const pk_expert_linear_args *args = &params.args;
     const int smem = shape::smem_on(call.device->card);
     params.num_blocks = (int)pk_ceil_div(args->linear.weight.out_features, shape::TILE);
     const int64_t list_bytes = params.lists.groups ? 0 : listed_bytes(args, N);
-    params.num_stages = shape::stages_on(call.device->card, (int)list_bytes);
+    params.num_stages = shape::stages_on(call.device->card, list_bytes);
     if (FORM == AS_X)
         PK_TRY(map_weight(&params.weight_map, args, shape::TILE, call.err));
     else
         PK_TRY(make_weight_pieces(&params.pieces, args->linear.weight, call.err));
-    auto kernel = expert_grouped_kernel<T, WARPGROUPS, N, FORM>;
+    auto kernel = expert_grouped_kernel<T, N, FORM>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)smem, &allowed));
-    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = shape::CTAS * call.device->num_sms;
+    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = shape::IS.ctas * call.device->num_sms;
     return pk_cuda_launch_early(call, "expert_grouped_kernel", kernel, pk_cuda_grid(tiles < room ? tiles : room),
                                 dim3(shape::THREADS), (size_t)smem, params, call.device->bad_id);
 }
 
+static constexpr pk_dtype dtype_of(weight_form form) { return form == IN_INT4 ? PK_U8 : PK_F8E4M3; }
 using grouped_instance = pk_cuda_instance<pk_status(grouped_params &, const pk_cuda_call &)>;
-template <typename T, weight_form FORM, int WARPGROUPS, int N>
+template <typename T, weight_form FORM, int N>
 static constexpr grouped_instance instance = {
-    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>,
-     FORM == IN_FLOAT8 ? PK_F8E4M3
-     : FORM == IN_INT4 ? PK_U8
-                       : pk_cuda_dtype_of<T>,
-     0, N, grouped_shape<WARPGROUPS, N, FORM>::THREADS,
-     pk_cuda_smem_of_hopper(grouped_shape<WARPGROUPS, N, FORM>::smem_on)},
-    launch<T, WARPGROUPS, N, FORM>};
+    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>, FORM == AS_X ? pk_cuda_dtype_of<T> : dtype_of(FORM), 0, N,
+     grouped_shape<N, FORM>::THREADS, pk_cuda_smem_of_hopper(grouped_shape<N, FORM>::smem_on)},
+    launch<T, N, FORM>};
 
 /* The first that has room for twice as many pairs as an expert has on average is taken, or the last. */
 static constexpr grouped_instance INSTANCES[] = {
-    instance<__nv_bfloat16, AS_X, GW16, 16>,      instance<__nv_bfloat16, AS_X, GW32, 32>,
-    instance<__nv_bfloat16, AS_X, GW64, 64>,      instance<__nv_bfloat16, AS_X, GWBIG, GBIGN>,
-    instance<__half, AS_X, 1, 16>,             instance<__half, AS_X, 1, 32>,
-    instance<__half, AS_X, 1, 64>,             instance<__half, AS_X, GWBIG, GBIGN>,
-    instance<__nv_bfloat16, IN_FLOAT8, 1, 32>, instance<__nv_bfloat16, IN_FLOAT8, 2, 128>,
-    instance<__half, IN_FLOAT8, 1, 32>,        instance<__half, IN_FLOAT8, 2, 128>,
-    instance<__nv_bfloat16, IN_INT4, 1, 32>,   instance<__nv_bfloat16, IN_INT4, 2, 128>,
-    instance<__half, IN_INT4, 1, 32>,          instance<__half, IN_INT4, 2, 128>,
+    instance<__nv_bfloat16, AS_X, 16>,      instance<__nv_bfloat16, AS_X, 32>,
+    instance<__nv_bfloat16, AS_X, 64>,      instance<__nv_bfloat16, AS_X, 128>,
+#ifndef QUICK
+    instance<__half, AS_X, 16>,             instance<__half, AS_X, 32>,
+    instance<__half, AS_X, 64>,             instance<__half, AS_X, 128>,
+    instance<__half, IN_FLOAT8, 32>,        instance<__half, IN_FLOAT8, 128>,
+    instance<__half, IN_INT4, 32>,          instance<__half, IN_INT4, 128>,
+#endif
+    instance<__nv_bfloat16, IN_FLOAT8, 32>, instance<__nv_bfloat16, IN_FLOAT8, 128>,
+    instance<__nv_bfloat16, IN_INT4, 32>,   instance<__nv_bfloat16, IN_INT4, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_expert_grouped_kernels = pk_cuda_table(INSTANCES);
 

@@ -12,49 +12,41 @@ enum {
     GROUPED_MAX_STAGES = 12, /* of the ring */
     GROUPED_MOST_BEHIND = 4, /* stages whose rows of x are under way, before the first of them is waited for */
     GROUPED_AHEAD = 3,       /* stages of a quantised weight that are under way to registers */
+    GROUPED_DECLARED = 2560, /* bytes that the kernel declares, at most */
 };
 
-#ifndef GBIGN
-#define GBIGN 128
-#define GWBIG 2
-#define GCOPBIG 2
-#define GDIVBIG 2
-#define GGRIDBIG 2
-#endif
-#ifndef GCOP16
-#define GCOP16 2
-#define GCOP32 2
-#define GCOP64 2
-#define GDIV16 3
-#define GDIV32 2
-#define GDIV64 2
-#define GGRID16 2
-#define GGRID32 2
-#define GGRID64 2
-#define GW16 1
-#define GW32 2
-#define GW64 2
-#endif
-#define BY_N(N, name) ((N) == 16 ? name##16 : (N) == 32 ? name##32 : (N) == 64 ? name##64 : name##BIG)
-/* N rows of x, that many warpgroups which multiply, and warps which copy and decode. */
-template <int WARPGROUPS, int N, weight_form FORM>
+/* How groups of up to N rows of x are multiplied. */
+struct grouped_form {
+    int warpgroups, copiers; /* of a CTA: those that multiply; warps that copy or decode */
+    int ctas, room;          /* of an SM: of this product; for how many there is room: for the next one's, too */
+};
+static constexpr grouped_form grouped_form_of(int rows, weight_form form)
+{
+    /* Decoding takes as many instructions for 16 rows as for 128, and registers. */
+    if (form != AS_X) return rows > 64 ? grouped_form{2, 8, 1, 1} : grouped_form{1, 8, 2, 2};
+    if (rows == 16) return {FA, FB, FC, FD};
+    /* The rows of x come from the L2 cache once for each tile: tall tiles. */
+    if (rows <= 64) return {2, 4, 2, 2};
+    return {GA, GB, GC, GD};
+}
+template <int N, weight_form FORM>
 struct grouped_shape {
-    static constexpr int WORKERS = WARPGROUPS * 128, COPIERS = FORM == AS_X ? BY_N(N, GCOP) : 4,
-                         THREADS = WORKERS + COPIERS * 32;
-    /* CTAs of an SM, of this product, and for how many there is room: for some of the next one's. */
-    static constexpr int CTAS = FORM == AS_X ? BY_N(N, GGRID) : N <= 64 ? 2 : 1;
-    static constexpr int ROOM = FORM == AS_X ? BY_N(N, GDIV) : CTAS;
-    static constexpr int TILE = WARPGROUPS * GROUPED_BLOCK;      /* rows of the weight */
+    static constexpr grouped_form IS = grouped_form_of(N, FORM);
+    static constexpr int WORKERS = IS.warpgroups * 128, COPIERS = IS.copiers, THREADS = WORKERS + COPIERS * 32;
+    static constexpr int TILE = IS.warpgroups * GROUPED_BLOCK; /* rows of the weight */
     static constexpr int X_BYTES = N * GROUPED_LINE * 2, STAGE_BYTES = X_BYTES + TILE * GROUPED_LINE * 2;
     /* A copier's thread has every eighth 16 bytes of them: of x; of a quantised weight, once it is decoded. */
     static constexpr int ROWS_OF_COPIER = N / (COPIERS * 4), PIECES_OF_COPIER = TILE / (COPIERS * 4);
-    /* Beside the barriers of each CTA, its lists, what the swizzle's border takes and what CUDA keeps. */
-    static constexpr int stages_on(const pk_cuda_card &card, int list_bytes = 0)
+    static constexpr int smem_on(const pk_cuda_card &card)
     {
-        const int stages = (card.smem_per_sm / ROOM - 1024 - 1024 - 640 - N * 16 - list_bytes) / STAGE_BYTES;
+        return card.smem_per_sm / IS.room - 1024 - GROUPED_DECLARED; /* CUDA keeps 1 KB of each CTA */
+    }
+    /* Beside the lists, and what the swizzle's border takes. */
+    static constexpr int stages_on(const pk_cuda_card &card, int64_t list_bytes)
+    {
+        const int stages = (int)((smem_on(card) - 1024 - list_bytes) / STAGE_BYTES);
         return stages < GROUPED_MAX_STAGES ? stages : GROUPED_MAX_STAGES;
     }
-    static constexpr int smem_on(const pk_cuda_card &card) { return card.smem_per_sm / ROOM - 1024 - 640 - N * 16; }
 };
 
 struct grouped_params {
@@ -76,9 +68,9 @@ struct grouped_barriers {
     int64_t places[2][N]; /* of a tile's rows in out, in elements */
 };
 
-template <typename T, int WARPGROUPS, int N, weight_form FORM>
+template <typename T, int N, weight_form FORM>
 struct grouped_cta {
-    using shape = grouped_shape<WARPGROUPS, N, FORM>;
+    using shape = grouped_shape<N, FORM>;
     using raw_weight = raw_piece<FORM == IN_INT4>[shape::PIECES_OF_COPIER];
     const grouped_params &params;
     const pk_expert_linear_args &args;
@@ -102,7 +94,7 @@ struct grouped_cta {
         for (int i = 0; i < num_stages; i++) {
             barrier_init(smem_address(&shared.weight_full[i]), 1);
             barrier_init(smem_address(&shared.x_full[i]), shape::COPIERS);
-            barrier_init(smem_address(&shared.empty[i]), WARPGROUPS * 4);
+            barrier_init(smem_address(&shared.empty[i]), shape::WORKERS / 32);
         }
         barrier_init_fence();
     }
@@ -114,7 +106,7 @@ struct grouped_cta {
             lists = params.lists;
             __syncthreads();
         } else {
-            lists = list_pairs<shape::THREADS>(args, N, behind_ring, bad_id);
+            lists = list_pairs<shape::THREADS, N>(args, behind_ring, bad_id);
         }
         num_tiles = *lists.num_groups * params.num_blocks;
     }
@@ -165,21 +157,38 @@ struct grouped_cta {
         copy_5d(ring + stage * shape::STAGE_BYTES + shape::X_BYTES, &params.weight_map, barrier, step * GROUPED_LINE, 0,
                 0, block * shape::TILE / 16, expert);
     }
-    /* Loads this thread's pieces of a step of a quantised weight, zeros where it has none. Rows are in the order of the
-     * map. */
-    __device__ __forceinline__ void load_weight(raw_weight &raw, const pk_expert_group &group, int block, int step) const
+    /* Where this thread's pieces of a tile of a quantised weight begin, whose rows are in the order of the map. */
+    struct weight_source {
+        int64_t data[shape::PIECES_OF_COPIER]; /* -1: zeros */
+        int scales[shape::PIECES_OF_COPIER], zeros[shape::PIECES_OF_COPIER];
+    };
+    __device__ __forceinline__ void find_weight(weight_source &from, const pk_expert_group &group, int block) const
     {
         const pk_weight &weight = args.linear.weight;
         const bool is_gated = args.linear.epilogue.is_gated;
-        const int row = (threadIdx.x - shape::WORKERS) / 8, column = step * GROUPED_LINE + threadIdx.x % 8 * WEIGHT_PIECE;
-        const bool is_inside = group.expert < args.num_experts && column < weight.in_features;
+        const int64_t expert = group.expert;
         const int apart = is_gated ? (int)weight.out_features / 2 : 8;
         for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
-            const int of_tile = row + i * shape::COPIERS * 4, sixteen = block * shape::TILE / 16 + of_tile / 16;
+            const int of_tile = (threadIdx.x - shape::WORKERS) / 8 + i * shape::COPIERS * 4;
+            const int sixteen = block * shape::TILE / 16 + of_tile / 16;
+            const int row = sixteen * (is_gated ? 8 : 16) + of_tile % 16 / 8 * apart + of_tile % 8;
+            from.data[i] = expert * weight.of_experts.data + row * weight.stride;
+            from.scales[i] = (int)(expert * weight.of_experts.scales +
+                                   params.pieces.block_rows.divide(row) * weight.scales_stride);
+            from.zeros[i] = (int)(expert * weight.of_experts.zeros + row * weight.zeros_stride);
+            if (expert >= args.num_experts || sixteen * 16 >= weight.out_features) from.data[i] = -1;
+        }
+    }
+    __device__ __forceinline__ void load_weight(raw_weight &raw, const weight_source &from, int step) const
+    {
+        const pk_weight &weight = args.linear.weight;
+        const int column = step * GROUPED_LINE + threadIdx.x % 8 * WEIGHT_PIECE;
+        const int block = params.pieces.block_columns.divide(column), at = FORM == IN_INT4 ? column / 2 : column;
+        for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
             raw[i] = {};
-            if (!is_inside || sixteen * 16 >= weight.out_features) continue;
-            const int its_row = sixteen * (is_gated ? 8 : 16) + of_tile % 16 / 8 * apart + of_tile % 8;
-            raw[i].load(params.pieces, row_of_weight(params.pieces, its_row, group.expert), column);
+            if (from.data[i] < 0 || column >= weight.in_features) continue;
+            raw[i].load(weight, (const uint8_t *)weight.data + from.data[i] + at, from.scales[i] + block,
+                        from.zeros[i] + block);
         }
     }
     __device__ __forceinline__ void write_weight(const raw_weight &raw, int stage) const
@@ -208,11 +217,12 @@ struct grouped_cta {
         auto next_of = [&](int stage) { return stage + 1 == num_stages ? 0 : stage + 1; };
         raw_weight raw[FORM == AS_X ? 1 : GROUPED_AHEAD];
         tile_walk at = {(int)blockIdx.x, 0}, ahead = at; /* ahead: of what is loaded to registers */
-        pk_expert_group group, group_ahead;
+        pk_expert_group group;
+        weight_source from;
         auto load_ahead = [&](raw_weight &raw) {
             if (ahead.tile >= num_tiles) return;
-            if (ahead.step == 0) group_ahead = group_of(ahead.tile);
-            load_weight(raw, group_ahead, ahead.tile % params.num_blocks, ahead.step);
+            if (ahead.step == 0) find_weight(from, group_of(ahead.tile), ahead.tile % params.num_blocks);
+            load_weight(raw, from, ahead.step);
             ahead.advance(num_steps, gridDim.x);
         };
         const T *rows[shape::ROWS_OF_COPIER];

@@ -108,12 +108,12 @@ struct raw_piece {
     std::conditional_t<IS_INT4, uint32_t, uint2> bits = {};
     float scale = 0, zero = 0;
 
-    __device__ __forceinline__ void load(const weight_pieces &its, const weight_row &row, int column)
+    /* Its bytes, and the numbers of its scale and of its zero. */
+    __device__ __forceinline__ void load(const pk_weight &weight, const uint8_t *from, int scale_number, int zero_number)
     {
-        const int block = its.block_columns.divide(column);
-        bits = *(const decltype(bits) *)(row.data + (IS_INT4 ? column / 2 : column));
-        scale = scale_at(its.weight, row.scales + block);
-        if constexpr (IS_INT4) zero = row.zeros ? row.zeros[block] : PK_INT4_ZERO;
+        bits = *(const decltype(bits) *)from;
+        scale = scale_at(weight, scale_number);
+        if constexpr (IS_INT4) zero = weight.zeros ? weight.zeros[zero_number] : PK_INT4_ZERO;
     }
     /* As load_piece does. */
     __device__ __forceinline__ void decode(float (&values)[WEIGHT_PIECE]) const

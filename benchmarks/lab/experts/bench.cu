@@ -49,13 +49,13 @@ bool pk_cuda_experts_few_quantised_applies(const pk_expert_linear_args *) { retu
 pk_status pk_cuda_experts_few_quantised(const pk_expert_linear_args *, const pk_cuda_call &) { return PK_OK; }
 #endif
 
-#define OK(call)                                                                     \
-    do {                                                                             \
-        cudaError_t e = (call);                                                      \
-        if (e != cudaSuccess) {                                                      \
+#define OK(call)                                                                        \
+    do {                                                                                \
+        cudaError_t e = (call);                                                         \
+        if (e != cudaSuccess) {                                                         \
             printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e)); \
-            exit(1);                                                                 \
-        }                                                                            \
+            exit(1);                                                                    \
+        }                                                                               \
     } while (0)
 
 using bf16 = __nv_bfloat16;
@@ -112,7 +112,8 @@ struct matrix {
         rows = its_rows, size = its_size;
         const int64_t count = (int64_t)EXPERTS * rows * size;
         if (bits == 16) data = made<bf16>(count, scale, seed);
-        if (bits == 8) data = made<__nv_fp8_e4m3>(count, 100, seed), scales = made<float>(count >> 14, 0.01f * scale, seed + 7);
+        if (bits == 8)
+            data = made<__nv_fp8_e4m3>(count, 100, seed), scales = made<float>(count >> 14, 0.01f * scale, seed + 7);
         if (bits == 4) data = made<float>(count / 8, 1, seed), scales = made<bf16>(count / 128, 0.2f * scale, seed + 7);
     }
     pk_weight weight() const
@@ -136,7 +137,8 @@ struct matrix {
         if (bits == 16) return taken((bf16 *)data + e * count, count);
         std::vector<float> to(count);
         if (bits == 8) {
-            auto bytes = taken((uint8_t *)data + e * count, count), its = taken((float *)scales + (e * count >> 14), count >> 14);
+            auto bytes = taken((uint8_t *)data + e * count, count),
+                 its = taken((float *)scales + (e * count >> 14), count >> 14);
             for (int64_t i = 0; i < count; i++) {
                 const int b = (int)bytes[i], power = b >> 3 & 15;
                 const float value = power ? ldexpf(1 + (b & 7) / 8.f, power - 7) : ldexpf((b & 7) / 8.f, -6);
@@ -369,7 +371,8 @@ int main(int argc, char **argv)
         const double floor = used * 3 * HIDDEN * SIZE * bits / 8 / 4540e3;
         const float up = timed([&](int i) { expert_linear(up_args(T, layers[i])); });
         const float down = timed([&](int i) { expert_linear(down_args(T, layers[i])); });
-        const float both = timed([&](int i) { expert_linear(up_args(T, layers[i])), expert_linear(down_args(T, layers[i])); });
+        const float both =
+            timed([&](int i) { expert_linear(up_args(T, layers[i])), expert_linear(down_args(T, layers[i])); });
         const float routed = timed([&](int i) {
             route(T, layers[i]), expert_linear(up_args(T, layers[i])), expert_linear(down_args(T, layers[i]));
         });
@@ -381,8 +384,10 @@ int main(int argc, char **argv)
                 expert_linear(up_args(T, layers[i])), expert_linear(down_args(T, layers[i]));
             });
         }
-        printf("%-14s %2d %5d tok %5.1f exp floor %6.1f (up %6.1f down %6.1f): up %7.2f down %7.2f both %7.2f +route %7.2f +router %7.2f; "
-               "router %5.2f\n", argv[1], bits, T, used, floor, floor * 2 / 3, floor / 3, up, down, both, routed, all, router);
+        printf(
+            "%-14s %2d %5d tok %5.1f exp floor %6.1f (up %6.1f down %6.1f): up %7.2f down %7.2f both %7.2f +route %7.2f +router %7.2f; "
+            "router %5.2f\n",
+            argv[1], bits, T, used, floor, floor * 2 / 3, floor / 3, up, down, both, routed, all, router);
     }
     return 0;
 }

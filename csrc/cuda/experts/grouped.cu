@@ -1,20 +1,22 @@
 /* grouped.cu - expert_linear for any number of tokens of bf16 or f16 on Hopper.
  *
- * Another kernel orders the pairs of tokens and experts by expert (lists.cu), in groups of up to N. A tile is a group by
- * 64 or 128 rows of its expert's weight, and CTAs take tiles in turn, those of an expert beside each other: its weight
- * comes from memory once. A ring of stages lies between warps that copy and warpgroups that multiply. The weight (operand
- * A of wgmma) is copied by the engine, in an order that gives a thread gates beside their ups; the rows of x (operand B)
- * lie anywhere and are gathered by ordinary copies. N is chosen by how many pairs an expert has on average.
+ * Pairs of tokens and experts are multiplied in groups of up to N of one expert, which each CTA lists for itself (lists.h), or
+ * a kernel ahead where they are many (lists.cu). A tile is a group by 64 or 128 rows of its expert's weight, and CTAs take
+ * tiles in turn, those of an expert beside each other: its weight comes from memory once. A ring of stages lies between
+ * warps that copy and warpgroups that multiply. The weight (operand A of wgmma) is copied by the engine, in an order that
+ * gives a thread gates beside their ups, or, where it is quantised, decoded by the warps that copy; the rows of x (operand
+ * B) lie anywhere and are gathered by ordinary copies. N is chosen by how many pairs an expert has on average.
  *
- * Sums over a token's experts: the products are left in float32 in scratch memory, and another kernel adds them in the
- * order of the pairs.
+ * Where the product before had the same experts, the lists are made and the ring is filled with weights while that one still
+ * runs. Sums over a token's experts: the products are left in scratch memory, and another kernel adds them in float32 in
+ * the order of the pairs.
  */
 #include "cuda/experts/grouped.h"
 
 // --- kernels
 
 template <typename T, int N, weight_form FORM>
-__global__ void __launch_bounds__(grouped_shape<N, FORM>::THREADS, grouped_shape<N, FORM>::IS.room)
+__global__ void __launch_bounds__(grouped_shape<N, FORM>::THREADS, grouped_shape<N, FORM>::IS.ctas)
     expert_grouped_kernel(const __grid_constant__ grouped_params params, pk_cuda_bad_id *bad_id)
 {
 #ifdef PK_SM90A
@@ -56,18 +58,28 @@ __global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_
 
 // --- launchers
 
+/* What the engine copies, or warps decode by pieces that have one scale. */
+static bool can_be_copied(const pk_weight &weight)
+{
+    return weight.stride >= weight.in_features && pk_are_multiples(8, weight.stride, weight.of_experts.data) &&
+           pk_are_multiples(16, weight.data) &&
+           weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features;
+}
+static bool can_be_decoded(const pk_weight &weight, int64_t num_experts)
+{
+    const bool is_one_scale = weight.block_columns % WEIGHT_PIECE == 0 || weight.block_columns >= weight.in_features;
+    return is_one_scale && are_pieces_aligned(weight) && weight.of_experts.scales * num_experts < INT32_MAX &&
+           weight.of_experts.zeros * num_experts < INT32_MAX;
+}
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device)
 {
     const pk_rows &x = args->linear.x;
     const pk_weight &weight = args->linear.weight;
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
-    const bool is_as_it_lies = weight.stride >= weight.in_features && pk_are_multiples(8, weight.stride, weight.of_experts.data) && pk_are_multiples(16, weight.data) &&
-           weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features;
-    const bool has_whole_pieces = are_pieces_aligned(weight) && (weight.block_columns % WEIGHT_PIECE == 0 || weight.block_columns >= weight.in_features);
-    return device->has_sm90a && is_16_bit && pk_num_pairs(args) <= 1 << 30 && (weight.scales ? has_whole_pieces : is_as_it_lies) &&
-           weight.in_features > 0 && weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
-           weight.out_features % 16 == 0 && pk_are_multiples(8, weight.in_features, x.stride, args->x_pair_stride) &&
-           pk_are_multiples(16, x.data);
+    return device->has_sm90a && is_16_bit && pk_num_pairs(args) <= 1 << 30 && weight.in_features > 0 &&
+           weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 && weight.out_features % 16 == 0 &&
+           pk_are_multiples(8, weight.in_features, x.stride, args->x_pair_stride) && pk_are_multiples(16, x.data) &&
+           (weight.scales ? can_be_decoded(weight, args->num_experts) : can_be_copied(weight));
 }
 
 /* Rows of the weight by sixteens: 8 gates and their 8 ups, or 16 neighbours. */
@@ -99,31 +111,42 @@ static pk_status launch(grouped_params &params, const pk_cuda_call &call)
         PK_TRY(make_weight_pieces(&params.pieces, args->linear.weight, call.err));
     auto kernel = expert_grouped_kernel<T, N, FORM>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)smem, &allowed));
-    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = shape::IS.ctas * call.device->num_sms;
+    params.num_sms = call.device->num_sms;
+    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = shape::IS.ctas * params.num_sms;
     return pk_cuda_launch_early(call, "expert_grouped_kernel", kernel, pk_cuda_grid(tiles < room ? tiles : room),
                                 dim3(shape::THREADS), (size_t)smem, params, call.device->bad_id);
 }
 
-static constexpr pk_dtype dtype_of(weight_form form) { return form == IN_INT4 ? PK_U8 : PK_F8E4M3; }
+template <typename T>
+static constexpr pk_dtype dtype_read_by(weight_form form)
+{
+    return form == AS_X ? pk_cuda_dtype_of<T> : form == IN_INT4 ? PK_U8 : PK_F8E4M3;
+}
 using grouped_instance = pk_cuda_instance<pk_status(grouped_params &, const pk_cuda_call &)>;
 template <typename T, weight_form FORM, int N>
 static constexpr grouped_instance instance = {
-    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>, FORM == AS_X ? pk_cuda_dtype_of<T> : dtype_of(FORM), 0, N,
-     grouped_shape<N, FORM>::THREADS, pk_cuda_smem_of_hopper(grouped_shape<N, FORM>::smem_on)},
+    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>, dtype_read_by<T>(FORM), 0, N, grouped_shape<N, FORM>::THREADS,
+     pk_cuda_smem_of_hopper(grouped_shape<N, FORM>::smem_on)},
     launch<T, N, FORM>};
 
 /* The first that has room for twice as many pairs as an expert has on average is taken, or the last. */
 static constexpr grouped_instance INSTANCES[] = {
-    instance<__nv_bfloat16, AS_X, 16>,      instance<__nv_bfloat16, AS_X, 32>,
-    instance<__nv_bfloat16, AS_X, 64>,      instance<__nv_bfloat16, AS_X, 128>,
-#ifndef QUICK
-    instance<__half, AS_X, 16>,             instance<__half, AS_X, 32>,
-    instance<__half, AS_X, 64>,             instance<__half, AS_X, 128>,
-    instance<__half, IN_FLOAT8, 32>,        instance<__half, IN_FLOAT8, 128>,
-    instance<__half, IN_INT4, 32>,          instance<__half, IN_INT4, 128>,
-#endif
-    instance<__nv_bfloat16, IN_FLOAT8, 32>, instance<__nv_bfloat16, IN_FLOAT8, 128>,
-    instance<__nv_bfloat16, IN_INT4, 32>,   instance<__nv_bfloat16, IN_INT4, 128>,
+    instance<__nv_bfloat16, AS_X, 16>,
+    instance<__nv_bfloat16, AS_X, 32>,
+    instance<__nv_bfloat16, AS_X, 64>,
+    instance<__nv_bfloat16, AS_X, 128>,
+    instance<__half, AS_X, 16>,
+    instance<__half, AS_X, 32>,
+    instance<__half, AS_X, 64>,
+    instance<__half, AS_X, 128>,
+    instance<__half, IN_FLOAT8, 32>,
+    instance<__half, IN_FLOAT8, 128>,
+    instance<__half, IN_INT4, 32>,
+    instance<__half, IN_INT4, 128>,
+    instance<__nv_bfloat16, IN_FLOAT8, 32>,
+    instance<__nv_bfloat16, IN_FLOAT8, 128>,
+    instance<__nv_bfloat16, IN_INT4, 32>,
+    instance<__nv_bfloat16, IN_INT4, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_expert_grouped_kernels = pk_cuda_table(INSTANCES);
 
@@ -180,12 +203,11 @@ static pk_status multiply(const pk_expert_linear_args *args, const pk_cuda_call 
     dim3 grid = pk_cuda_grid(args->linear.x.num_rows);
     grid.y = (unsigned)pk_ceil_div(weight.out_features, 1024);
     auto add_up = [&](auto zero, auto product) {
-        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero), decltype(product)>, grid,
-                                    dim3(256), 0, *args, (decltype(product) *)(data + products_at));
+        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero), decltype(product)>,
+                                    grid, dim3(256), 0, *args, (decltype(product) *)(data + products_at));
     };
-    return pk_for_float_dtype(call.err, args->linear.x.dtype, [&](auto zero) {
-        return products == PK_F32 ? add_up(zero, 0.0f) : add_up(zero, zero);
-    });
+    return pk_for_float_dtype(call.err, args->linear.x.dtype,
+                              [&](auto zero) { return products == PK_F32 ? add_up(zero, 0.0f) : add_up(zero, zero); });
 }
 
 pk_status pk_cuda_experts_grouped(const pk_expert_linear_args *args, const pk_cuda_call &call)

@@ -15,19 +15,19 @@ enum {
     GROUPED_DECLARED = 2560, /* bytes that the kernel declares, at most */
 };
 
-/* How groups of up to N rows of x are multiplied. */
+/* How groups of up to so many rows of x are multiplied. */
 struct grouped_form {
     int warpgroups, copiers; /* of a CTA: those that multiply; warps that copy or decode */
-    int ctas, room;          /* of an SM: of this product; for how many there is room: for the next one's, too */
+    int ctas;                /* of an SM, at most */
 };
 static constexpr grouped_form grouped_form_of(int rows, weight_form form)
 {
-    /* Decoding takes as many instructions for 16 rows as for 128, and registers. */
-    if (form != AS_X) return rows > 64 ? grouped_form{2, 8, 1, 1} : grouped_form{1, 8, 2, 2};
-    if (rows == 16) return {FA, FB, FC, FD};
-    /* The rows of x come from the L2 cache once for each tile: tall tiles. */
-    if (rows <= 64) return {2, 4, 2, 2};
-    return {GA, GB, GC, GD};
+    /* A group of few rows is decoded as slowly as one of many; what it takes are instructions, so warps, and registers. */
+    if (form != AS_X) return rows > 64 ? grouped_form{2, 8, 1} : grouped_form{1, 8, 2};
+    /* One warp that copies x is too slow for the engine: 5 % of 64 tokens' time. */
+    if (rows == 16) return {1, 2, 3};
+    /* Each tile reads the rows of x from the L2 cache: tall tiles. */
+    return {2, rows > 64 ? 2 : 4, 2};
 }
 template <int N, weight_form FORM>
 struct grouped_shape {
@@ -39,7 +39,7 @@ struct grouped_shape {
     static constexpr int ROWS_OF_COPIER = N / (COPIERS * 4), PIECES_OF_COPIER = TILE / (COPIERS * 4);
     static constexpr int smem_on(const pk_cuda_card &card)
     {
-        return card.smem_per_sm / IS.room - 1024 - GROUPED_DECLARED; /* CUDA keeps 1 KB of each CTA */
+        return card.smem_per_sm / IS.ctas - 1024 - GROUPED_DECLARED; /* CUDA keeps 1 KB of each CTA */
     }
     /* Beside the lists, and what the swizzle's border takes. */
     static constexpr int stages_on(const pk_cuda_card &card, int64_t list_bytes)
@@ -56,6 +56,7 @@ struct grouped_params {
     pk_expert_groups lists;     /* without groups: each CTA lists the pairs */
     bool is_early;              /* the weight and the experts may be read before the kernel ahead has ended */
     int num_blocks, num_stages; /* tiles of an expert's outputs; of the ring */
+    int num_sms;
 };
 
 #ifdef PK_SM90A
@@ -77,7 +78,8 @@ struct grouped_cta {
     grouped_barriers<N> &shared;
     pk_expert_groups lists;
     uint32_t ring;
-    int warp, lane, num_stages, num_steps, num_tiles;
+    int warp, lane, num_stages, num_steps;
+    int num_tiles, num_ctas; /* num_ctas: that share the tiles; the others have none */
 
     __device__ __forceinline__ grouped_cta(const grouped_params &params, char *smem, grouped_barriers<N> &shared)
         : params(params), args(params.args), shared(shared)
@@ -108,7 +110,22 @@ struct grouped_cta {
         } else {
             lists = list_pairs<shape::THREADS, N>(args, behind_ring, bad_id);
         }
-        num_tiles = *lists.num_groups * params.num_blocks;
+        deal_tiles(*lists.num_groups * params.num_blocks);
+    }
+    /* The SM that has most tiles ends last: where one CTA less on each would leave it an eighth fewer, the others have all.
+     * (Where it would leave it a few fewer, more copies in flight are worth more.) */
+    __device__ __forceinline__ void deal_tiles(int count)
+    {
+        constexpr int MOST = shape::IS.ctas;
+        auto most_of_sm = [&](int ctas) {
+            const int all = ctas * params.num_sms;
+            return (count + all - 1) / all * ctas;
+        };
+        num_tiles = count, num_ctas = (int)gridDim.x;
+        if (MOST == 1 || num_ctas < MOST * params.num_sms) return;
+        if (most_of_sm(MOST - 1) * 8 > most_of_sm(MOST) * 7) return;
+        num_ctas = (MOST - 1) * params.num_sms;
+        if ((int)blockIdx.x >= num_ctas) num_tiles = 0;
     }
     __device__ __forceinline__ int64_t offset_of(int pair, int64_t stride, int64_t pair_stride) const
     {
@@ -159,7 +176,8 @@ struct grouped_cta {
     }
     /* Where this thread's pieces of a tile of a quantised weight begin, whose rows are in the order of the map. */
     struct weight_source {
-        int64_t data[shape::PIECES_OF_COPIER]; /* -1: zeros */
+        static constexpr int64_t ZEROS = INT64_MIN; /* for `data` */
+        int64_t data[shape::PIECES_OF_COPIER];
         int scales[shape::PIECES_OF_COPIER], zeros[shape::PIECES_OF_COPIER];
     };
     __device__ __forceinline__ void find_weight(weight_source &from, const pk_expert_group &group, int block) const
@@ -173,10 +191,10 @@ struct grouped_cta {
             const int sixteen = block * shape::TILE / 16 + of_tile / 16;
             const int row = sixteen * (is_gated ? 8 : 16) + of_tile % 16 / 8 * apart + of_tile % 8;
             from.data[i] = expert * weight.of_experts.data + row * weight.stride;
-            from.scales[i] = (int)(expert * weight.of_experts.scales +
-                                   params.pieces.block_rows.divide(row) * weight.scales_stride);
+            from.scales[i] =
+                (int)(expert * weight.of_experts.scales + params.pieces.block_rows.divide(row) * weight.scales_stride);
             from.zeros[i] = (int)(expert * weight.of_experts.zeros + row * weight.zeros_stride);
-            if (expert >= args.num_experts || sixteen * 16 >= weight.out_features) from.data[i] = -1;
+            if (expert >= args.num_experts || sixteen * 16 >= weight.out_features) from.data[i] = weight_source::ZEROS;
         }
     }
     __device__ __forceinline__ void load_weight(raw_weight &raw, const weight_source &from, int step) const
@@ -186,7 +204,7 @@ struct grouped_cta {
         const int block = params.pieces.block_columns.divide(column), at = FORM == IN_INT4 ? column / 2 : column;
         for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
             raw[i] = {};
-            if (from.data[i] < 0 || column >= weight.in_features) continue;
+            if (from.data[i] == weight_source::ZEROS || column >= weight.in_features) continue;
             raw[i].load(weight, (const uint8_t *)weight.data + from.data[i] + at, from.scales[i] + block,
                         from.zeros[i] + block);
         }
@@ -223,16 +241,15 @@ struct grouped_cta {
             if (ahead.tile >= num_tiles) return;
             if (ahead.step == 0) find_weight(from, group_of(ahead.tile), ahead.tile % params.num_blocks);
             load_weight(raw, from, ahead.step);
-            ahead.advance(num_steps, gridDim.x);
+            ahead.advance(num_steps, num_ctas);
         };
         const T *rows[shape::ROWS_OF_COPIER];
         int num_early = 0; /* steps whose weights are on their way */
         auto copy_step = [&](raw_weight &raw) {
             if (at.step == 0) group = group_of(at.tile), find_rows(rows, group);
             barrier_wait(smem_address(&shared.empty[stage]), parity);
-            if constexpr (FORM == AS_X)
-                if (threadIdx.x == shape::WORKERS && num_early == 0)
-                    copy_weight(group.expert, at.tile % params.num_blocks, at.step, stage);
+            if (FORM == AS_X && threadIdx.x == shape::WORKERS && num_early == 0)
+                copy_weight(group.expert, at.tile % params.num_blocks, at.step, stage);
             if (num_early > 0) num_early--;
             copy_x(rows, at.step, stage);
             if constexpr (FORM != AS_X) {
@@ -248,13 +265,13 @@ struct grouped_cta {
             }
             stage = next_of(stage);
             if (stage == 0) parity ^= 1;
-            at.advance(num_steps, gridDim.x);
+            at.advance(num_steps, num_ctas);
         };
         if constexpr (FORM == AS_X) {
             while (params.is_early && num_early < num_stages && ahead.tile < num_tiles) {
                 if (threadIdx.x == shape::WORKERS)
                     copy_weight(group_of(ahead.tile).expert, ahead.tile % params.num_blocks, ahead.step, num_early);
-                ahead.advance(num_steps, gridDim.x);
+                ahead.advance(num_steps, num_ctas);
                 num_early++;
             }
         } else {
@@ -328,7 +345,7 @@ struct grouped_cta {
         pk_wait_for_previous_kernel();
         pk_let_next_kernel_start();
 #pragma unroll 1
-        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, turn ^= 1) {
+        for (int tile = blockIdx.x; tile < num_tiles; tile += num_ctas, turn ^= 1) {
             const pk_expert_group group = group_of(tile);
             find_places(group, turn);
             float acc[N / 2];

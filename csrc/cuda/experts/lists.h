@@ -59,8 +59,7 @@ __device__ static inline pk_expert_groups list_pairs(const pk_expert_linear_args
     for (int pair = threadIdx.x; pair < num_pairs; pair += THREADS) {
         int expert = experts[pair];
         if (expert < 0 || expert >= num_experts) {
-            if (blockIdx.x == 0)
-                pk_record_bad_id(bad_id, PK_BAD_EXPERT, pair / args.num_chosen, expert, num_experts);
+            if (blockIdx.x == 0) pk_record_bad_id(bad_id, PK_BAD_EXPERT, pair / args.num_chosen, expert, num_experts);
             expert = num_experts;
         }
         if (args.linear.x.num_rows == 1) /* each pair is a group, and that is all */

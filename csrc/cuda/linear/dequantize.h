@@ -109,7 +109,8 @@ struct raw_piece {
     float scale = 0, zero = 0;
 
     /* Its bytes, and the numbers of its scale and of its zero. */
-    __device__ __forceinline__ void load(const pk_weight &weight, const uint8_t *from, int scale_number, int zero_number)
+    __device__ __forceinline__ void load(const pk_weight &weight, const uint8_t *from, int scale_number,
+                                         int zero_number)
     {
         bits = *(const decltype(bits) *)from;
         scale = scale_at(weight, scale_number);

@@ -205,8 +205,9 @@ struct grouped_cta {
         for (int i = 0; i < shape::PIECES_OF_COPIER; i++) {
             raw[i] = {};
             if (from.data[i] == weight_source::ZEROS || column >= weight.in_features) continue;
-            raw[i].load(weight, (const uint8_t *)weight.data + from.data[i] + at, from.scales[i] + block,
-                        from.zeros[i] + block);
+            raw[i].bits = *(const decltype(raw[i].bits) *)((const uint8_t *)weight.data + from.data[i] + at);
+            raw[i].scale = scale_at(weight, from.scales[i] + block);
+            if (FORM == IN_INT4) raw[i].zero = weight.zeros ? weight.zeros[from.zeros[i] + block] : PK_INT4_ZERO;
         }
     }
     __device__ __forceinline__ void write_weight(const raw_weight &raw, int stage) const

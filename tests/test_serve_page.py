@@ -64,7 +64,8 @@ def endless(url, *prompts):
     with ThreadPoolExecutor(len(prompts)) as threads:
         done = [threads.submit(read, each) for each in prompts]
         try:
-            wait_for(lambda: state_of(url)["num_running"] == min(PLACES, len(prompts)))
+            counts = min(PLACES, len(prompts)), max(0, len(prompts) - PLACES)
+            wait_for(lambda: (state_of(url)["num_running"], state_of(url)["num_waiting"]) == counts)
             yield
         finally:
             is_over.set()

@@ -22,7 +22,7 @@ from pagedkv.engine.requests.view import ANSWER, EngineView
 from .errors import ApiError, json_response
 from .server import Server
 
-FRESH, PATIENCE = 0.9, 5.0  # seconds of a view until the next one is taken, and to wait for it
+FRESH, PATIENCE = 1.0, 5.0  # seconds of a view until the next one is taken, and to wait for it
 
 
 class Page:

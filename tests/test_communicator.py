@@ -291,6 +291,7 @@ def test_ranks_of_one_process_on_a_gpu(cuda, memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_memory_of_the_gpu_is_given_back(cuda, memory):
     Communicator(0, 1, memory, cuda).close()
     free = ops.memory_info(cuda)[0]

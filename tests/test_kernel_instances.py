@@ -15,6 +15,7 @@ from pools import get, make_batch, put
 from test_attention import check, run
 from test_build import compiled_functions
 from test_qkv_attention import Case, assert_same
+from test_weight import Weight
 
 import pagedkv
 from pagedkv import ops
@@ -103,12 +104,18 @@ def test_attention_that_takes_its_heads_from_the_projection(torch, rng, each):
 @pytest.mark.parametrize("each", PRODUCTS, ids=name_of)
 def test_product(torch, rng, each):
     """As many rows as the instance takes, by a weight that is small or large."""
-    dtype, rows = each["reads"], each["rows"]
-    for size, outputs in ((256, 512), (1024, 4096), (4096, 6144)):
-        x, weight = rng.standard_normal((rows, size)), rng.standard_normal((outputs, size)) / size**0.5
-        x, weight = oracle.rounded(x, dtype), oracle.rounded(weight, dtype)
-        out = pagedkv.empty((rows, outputs), "float32", "cuda:0")
-        ops.linear(put(x, "cuda:0", dtype), put(weight, "cuda:0", dtype), out=out)
+    dtype, rows = each["multiplies"], each["rows"]
+    int4 = "int4 64" if "parts" in each["variant"] else "int4 128"
+    kind = {"float8_e4m3fn": "float8 blocks", "uint8": int4}.get(each["reads"])
+    for size, outputs in ((256, 512), (1024, 4096), (4096, 640 if kind else 6144)):
+        if kind:
+            quantised = Weight(rng, kind, outputs, size)
+            weight, given = quantised.values(), quantised.given("cuda:0")
+        else:
+            weight = oracle.rounded(rng.standard_normal((outputs, size)) / size**0.5, dtype)
+            given = {"weight": put(weight, "cuda:0", dtype)}
+        x, out = oracle.rounded(rng.standard_normal((rows, size)), dtype), pagedkv.empty((rows, outputs), "float32", "cuda:0")
+        ops.linear(put(x, "cuda:0", dtype), **given, out=out)
         np.testing.assert_allclose(get(out), oracle.linear(x, weight), atol=3e-5, rtol=3e-5)
 
 

@@ -231,9 +231,12 @@ def start_streams(processes: Processes, count: int) -> list[tuple[httpx.Client, 
 
 
 def test_an_engine_that_is_killed(folder):
-    """Clients are told, and the server ends with an error."""
+    """The page shows the requests of all front ends. Then clients are told, and the server ends with an error."""
     with server(folder, "--front-ends", "2") as processes:
         streams = start_streams(processes, 6)
+        running = httpx.get(f"{processes.url}/page/state").json()["running"]
+        assert len({each["id"] for each in running}) == 6
+        assert all("are sampled" in httpx.get(f"{processes.url}/page/explain?id={each['id']}").json()["text"] for each in running)
         (engine,) = processes.of(HOST)
         os.kill(engine, signal.SIGKILL)
         for _, parts in streams:

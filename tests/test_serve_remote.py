@@ -156,6 +156,39 @@ def test_errors_aborts_and_vectors(llm):
     asyncio.run(main())
 
 
+def test_views_and_explanations(llm, monkeypatch):
+    """As of the engine itself; errors come, and a call that is cancelled is forgotten."""
+
+    async def main():
+        async with connected(llm, 2) as (one, other):
+            running = one.generate("1+1=", LONG, "mine")
+            await anext(running)
+            seen = await asyncio.gather(one.view(), other.view(), AsyncEngine(llm).view())
+            for found in seen:
+                assert [each[:3] for each in found.running] == [("mine", 0, 4)] and found.waiting == []
+                assert sum(count for _, count, _ in found.running[0][-1]) == found.num_used > 0
+            assert "of at most 100 tokens are sampled" in await other.explain("mine")
+            assert await other.explain("nobody") is None
+            await running.aclose()
+            for each in (one.view(), one.explain("mine"), one.abort("mine")):
+                task = asyncio.ensure_future(each)
+                await asyncio.sleep(0)
+                task.cancel()
+            assert (await one.view()).running == [] and not one._calls
+            monkeypatch.setattr(llm._book, "view", lambda: {}["nothing"])
+            for client in (one, AsyncEngine(llm)):
+                with pytest.raises(KeyError, match="nothing"):
+                    await client.view()
+            assert await everything(one, "1+1=", LONG) == await everything(AsyncEngine(llm), "1+1=", LONG)
+            pending = asyncio.ensure_future(one.explain("mine"))
+            await asyncio.sleep(0)
+            one._transport.abort()
+            with pytest.raises(RuntimeError, match="has ended"):
+                await pending
+
+    asyncio.run(main())
+
+
 def test_adapters(tmp_path):
     """Their files are read by the engine's process, in another thread; a reader may have left before."""
     write_model(tmp_path / "base")
@@ -221,8 +254,9 @@ def test_an_engine_that_ends(llm):
                 assert (await reader)[0][2][0][0] == "abort"
                 with pytest.raises(RuntimeError, match="is closed"):
                     await EngineHost(ending, socket.socketpair()[0]).run()
-                with pytest.raises(RuntimeError, match="is closed"):
-                    await everything(client, "1+1=", LONG)
+                for late in (everything(client, "1+1=", LONG), client.view(), client.explain("1")):
+                    with pytest.raises(RuntimeError, match="is closed"):
+                        await late
 
     asyncio.run(main())
 

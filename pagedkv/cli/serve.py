@@ -56,6 +56,7 @@ def add(commands: Commands) -> None:
     where.add_argument("--max-waiting", metavar="N", type=int, help=help)
     help = "seconds of a step after which /health says 503: the engine is stuck (default: %(default)s)"
     where.add_argument("--stuck-after", metavar="N", type=float, default=120.0, help=help)
+    where.add_argument("--no-page", action="store_true", help="nothing at /: no page that shows what the engine does")
     help = "a line a second on stderr, while there are requests: how many, by status"
     where.add_argument("--access-log", action="store_true", help=help)
     help = "seconds for answers on their way after the first signal; not given: as long as they take"
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
             "max_body_size": args.max_body_size, "max_answers": -(-args.max_answers // count),
             "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
         },
-        app={"api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log},
+        app={
+            "api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log,
+            "with_page": not args.no_page,
+        },
         http={"drain_timeout": args.drain_timeout} | tls,
     )  # fmt: skip
     # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.

@@ -21,6 +21,7 @@ from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.news import News
 from .requests.prompts import Prompt, takes_long
 from .requests.request import Update
+from .requests.view import EngineView
 from .sampling_params import SamplingParams
 from .text.chat import ChatOptions, encode_chats
 
@@ -165,6 +166,14 @@ class AsyncEngine(EngineClient):
     async def abort(self, request_id: str) -> bool:
         """Ends a request; its reader gets an output with finish_reason "abort". False where no request has the id."""
         return self.engine.abort(request_id)
+
+    async def view(self) -> EngineView:
+        """Who runs and waits at this moment, and which pages of the pool are whose: see Engine.view()."""
+        return await asyncio.wrap_future(self.engine._core.ask(self.engine._book.view))
+
+    async def explain(self, request_id: str) -> str | None:
+        """What the request is doing or, if it waits, why. None where no unfinished request has this id."""
+        return await asyncio.wrap_future(self.engine._core.ask(partial(self.engine._book.explain, request_id)))
 
     def stats(self) -> EngineStats:
         """The engine's statistics: see Engine.stats()."""

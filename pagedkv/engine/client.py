@@ -8,6 +8,7 @@ from typing import Protocol
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt
+from .requests.view import EngineView
 from .sampling_params import SamplingParams
 
 
@@ -37,6 +38,14 @@ class EngineClient(Protocol):
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request. False where no unfinished request has this id."""
+        ...
+
+    async def view(self) -> EngineView:
+        """Who runs and waits at this moment, and which pages of the pool are whose."""
+        ...
+
+    async def explain(self, request_id: str) -> str | None:
+        """What the request is doing or, if it waits, why. None where no unfinished request has this id."""
         ...
 
     def stats(self) -> EngineStats:

@@ -98,10 +98,14 @@ class EngineCore:
 
     def call(self, action: Callable[[], T]) -> T:
         """Runs the action between two steps, and returns its result or raises its error."""
+        return self.ask(action).result()
+
+    def ask(self, action: Callable[[], T]) -> Future[T]:
+        """As call(), for who does not wait here: the result to come. One that is cancelled before is not made."""
         future = self._ask(action)
         if future is None:
             raise self._closed()
-        return future.result()
+        return future
 
     def _ask(self, action: Callable[[], T]) -> Future[T] | None:
         """The result to come; None once the core is closed."""
@@ -109,6 +113,8 @@ class EngineCore:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action())
             except BaseException as error:

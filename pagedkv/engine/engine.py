@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from inspect import Parameter, Signature, signature
 from typing import Any, Self
@@ -28,6 +28,7 @@ from .outputs import EngineStats, RequestOutput
 from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
+from .requests.view import EngineView
 from .runner.model_runner import ModelRunner
 from .runner.plan import devices_of_ranks
 from .sampling.grammars import Grammars
@@ -293,10 +294,14 @@ class Engine:
 
     def explain(self, request_id: str) -> str:
         """What the request is doing or, if it waits, why. KeyError where no unfinished request has this id."""
-        request = self._book.find(request_id)
-        if request is None:
+        found = self._core.call(partial(self._book.explain, request_id))
+        if found is None:
             raise KeyError(f"request_id is {request_id!r}, but no request that is not finished has it")
-        return self._core.call(lambda: self._book.explain(request))
+        return found
+
+    def view(self) -> EngineView:
+        """Who runs and waits at this moment, and which pages of the pool are whose."""
+        return self._core.call(self._book.view)
 
     def health(self) -> float | None:
         """How many seconds the step in work has taken so far; None: the engine is idle.

@@ -21,6 +21,7 @@ from .completions import completions
 from .embeddings import detokenize, embeddings, tokenize
 from .errors import ApiError, json_response, show_api_error, show_failure, show_http_error
 from .messages import count_tokens, messages
+from .page import Page
 from .responses import responses
 from .server import Server
 
@@ -68,8 +69,9 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 def make_app(
-    server: Server, *, api_keys: Sequence[str] = (), origins: Sequence[str] = (), access_log: bool = False
-) -> Any:
+    server: Server, *, api_keys: Sequence[str] = (), origins: Sequence[str] = (), access_log: bool = False,
+    with_page: bool = True,
+) -> Any:  # fmt: skip
     """origins: of pages whose scripts may ask (CORS); "*": any. Preflights have no key, so CORS comes first."""
 
     def bound(handler: Handler) -> Callable[[Request], Awaitable[Any]]:
@@ -78,7 +80,7 @@ def make_app(
 
         return run
 
-    middleware = []
+    routes, middleware = [*ROUTES, *(Page().routes if with_page else ())], []
     if origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -86,7 +88,7 @@ def make_app(
     if api_keys:
         middleware.append(Middleware(Keys, keys=api_keys))
     app = Starlette(
-        routes=[Route(path, bound(handler), methods=[method]) for method, path, handler in ROUTES],
+        routes=[Route(path, bound(handler), methods=[method]) for method, path, handler in routes],
         middleware=middleware,
         exception_handlers={ApiError: show_api_error, HTTPException: show_http_error, Exception: show_failure},
     )

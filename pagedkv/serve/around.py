@@ -13,7 +13,8 @@ from typing import Any
 from .errors import ApiError
 from .sse import DIRECT
 
-OPEN = ("/health", "/metrics", "/version")  # without a key: balancers and scrapers have none
+# Without a key: balancers and scrapers have none, and the page asks for one.
+OPEN = ("/", "/health", "/metrics", "/version")
 REQUEST_ID, MAX_ID = b"x-request-id", 200
 
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -102,8 +103,10 @@ class Connection:
                 self._generate(number, *values)
             elif kind == "leave":
                 self._leave(number)
-            else:
+            elif kind == "abort":
                 self.send("done", number, self._host.engine.abort(*values))
+            else:
+                self._ask(number, getattr(self._host.engine._book, kind), *values)
 
     def _generate(self, number: int, prompt: Any, params: Any, options: dict[str, Any]) -> None:
         self._requests[number] = None
@@ -123,6 +126,18 @@ class Connection:
         except Exception as error:
             self._requests.pop(number, None)
             self.send("raised", number, portable(error))
+
+    def _ask(self, number: int, action: Callable[..., Any], *values: Any) -> None:
+        """The engine's thread does it between two steps, and sends what it gets."""
+
+        def answer(future: Future[Any]) -> None:
+            error = future.exception()
+            self.send(*(("done", number, future.result()) if error is None else ("failed", number, portable(error))))
+
+        try:
+            self._host.engine._core.ask(partial(action, *values)).add_done_callback(answer)
+        except RuntimeError as error:  # it is closed
+            self.send("failed", number, error)
 
     def _leave(self, *numbers: int) -> None:
         requests = [request for number in numbers if (request := self._requests.pop(number, None))]

@@ -21,6 +21,7 @@ from pagedkv.engine.outputs import EmbeddingOutput, EngineStats, RequestOutput
 from pagedkv.engine.requests.news import News
 from pagedkv.engine.requests.prompts import Prompt, encode, read_prompt
 from pagedkv.engine.requests.request import Request
+from pagedkv.engine.requests.view import EngineView
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.pooling import read_normalizes
@@ -80,9 +81,9 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
             elif kind == "beat":
                 self._beat, self._beat_time = (values[0], values[1]), time.monotonic()
                 self._first_beat.set()
-            elif kind == "done":
-                if call := self._calls.pop(values[0], None):
-                    call.set_result(values[1])
+            elif kind in ("done", "failed"):
+                if call := self._calls.pop(values[0], None):  # else nobody waits any more
+                    call.set_result(values[1]) if kind == "done" else call.set_exception(values[1])
             elif stream := self._streams.get(values[0]):
                 stream.fail(values[1])
 
@@ -163,11 +164,28 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request of any front end. False where no unfinished request has this id."""
+        found: bool = await self._call("abort", request_id)
+        return found
+
+    async def view(self) -> EngineView:
+        """Who runs and waits at this moment, and which pages of the pool are whose."""
+        found: EngineView = await self._call("view")
+        return found
+
+    async def explain(self, request_id: str) -> str | None:
+        """What the request is doing or, if it waits, why. None where no unfinished request has this id."""
+        found: str | None = await self._call("explain", request_id)
+        return found
+
+    async def _call(self, kind: str, *values: Any) -> Any:
+        """What the engine's process answers. A call that is cancelled is forgotten."""
         number = next(_numbers)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send("abort", number, request_id)
-        found: bool = await call
-        return found
+        try:
+            self._send(kind, number, *values)
+            return await call
+        finally:
+            self._calls.pop(number, None)
 
     def stats(self) -> EngineStats:
         """As they were half a second ago."""

@@ -16,6 +16,7 @@ from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from ..traffic import Traffic
 from .request import Request
+from .view import EngineView, take_view
 
 
 class RequestBook:
@@ -257,19 +258,31 @@ class RequestBook:
 
     # --- to look at
 
-    def explain(self, request: Request) -> str:
+    def explain(self, request_id: str) -> str | None:
+        """None where no unfinished request has this id."""
+        request = self.find(request_id)
+        if request is None:
+            return None
         if not self._may_run(request):
             return "waits: the engine looks for the request that made a step fail"
         return explain(self._scheduler, request.sequences)
 
+    def _num_waiting(self) -> int:
+        num_held = sum(not self._may_run(request) for request in self.requests)
+        return self._scheduler.queues.num_waiting + num_held
+
+    def view(self) -> EngineView:
+        scheduler = self._scheduler
+        running, waiting = scheduler.queues.running, scheduler.queues.waiting()
+        return take_view(scheduler.manager, self._traffic, running, waiting, self._num_waiting())
+
     def stats(self, counters: EngineCounters) -> EngineStats:
         scheduler = self._scheduler
-        num_held = sum(not self._may_run(request) for request in self.requests)
         # A request that is aborted has no id any more.
         running = [seq for seq in scheduler.queues.running if self.find(seq.request.id) is seq.request]
         return EngineStats(
             num_running=len(running),
-            num_waiting=scheduler.queues.num_waiting + num_held,
+            num_waiting=self._num_waiting(),
             num_finished=self._num_finished,
             num_preemptions=scheduler.queues.num_preemptions,
             counters=counters.copy(),

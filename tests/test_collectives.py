@@ -216,7 +216,7 @@ def replay(comm, seed, count):
     x = [put(np.zeros(shape), comm.device, "bfloat16") for shape in shapes]
     out = [put(np.zeros(shape), comm.device, "bfloat16") for shape in shapes]
     graph = Graph()
-    with graph.capture():
+    with graph.capture(stream):
         for one, sums in zip(x, out, strict=True):
             ops.all_reduce(one, comm, residual=sums, out=sums)
     expected = [np.zeros(shape) for shape in shapes]

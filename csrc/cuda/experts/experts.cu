@@ -1,5 +1,5 @@
-/* experts.cu - mixture of experts: which experts a token has, and which kernel answers expert_linear: that for few tokens
- * (few.cu), that for any number on Hopper (grouped.cu), or a plain one for everything (any.cu). */
+/* experts.cu - mixture of experts: which experts a token has, and which kernel answers expert_linear: that for 16 bits on Hopper
+ * (grouped.cu), that for few tokens (few.cu), or a plain one for everything (any.cu). */
 #include "cuda/experts/experts.h"
 #include "cuda/pack.h"
 #include "ops/sample.h"
@@ -82,10 +82,7 @@ pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda
 {
     const pk_weight &weight = args->linear.weight;
     if (args->linear.x.num_rows == 0 || weight.out_features == 0) return PK_OK;
-    /* Of several tokens the lists take less time than tiles that are read by few warps: 40 us a layer of 30B-A3B. */
-    const bool is_grouped = pk_cuda_experts_grouped_applies(args, call.device);
-    if (is_grouped && args->linear.x.num_rows > 1) return pk_cuda_experts_grouped(args, call);
+    if (pk_cuda_experts_grouped_applies(args, call.device)) return pk_cuda_experts_grouped(args, call);
     if (pk_cuda_experts_few_applies(args)) return pk_cuda_experts_few(args, call);
-    if (is_grouped) return pk_cuda_experts_grouped(args, call);
     return pk_cuda_experts_any(args, call);
 }

@@ -112,6 +112,7 @@ class ElasticBuffer:
     def resize(self, num_bytes: int, /) -> None: ...
     def tensor(self, shape: int | Sequence[int], dtype: Any = "float32", *, reserved: bool = False) -> Tensor: ...
 
+@final
 class Communicator:
     def __new__(
         cls,

@@ -146,6 +146,17 @@ static void __syncthreads()
         emulated::num_at_barrier = 0, emulated::barrier_turn++;
     }
 }
+static int __syncthreads_or(int value)
+{
+    static bool is_any;
+    is_any = false;
+    __syncthreads();
+    is_any |= value != 0;
+    __syncthreads();
+    const bool result = is_any;
+    __syncthreads(); /* before another call */
+    return result;
+}
 static void __syncwarp() { emulated::exchange(0); }
 static void __threadfence() {}
 
@@ -224,6 +235,7 @@ static int __clz(int value) { return value ? __builtin_clz(value) : 32; }
 static int __ffs(int value) { return __builtin_ffs(value); }
 static unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 static unsigned __float_as_uint(float value) { return emulated::bits_of<unsigned>(value); }
+static float __uint_as_float(unsigned bits) { return emulated::bits_of<float>(bits); }
 /* On a GPU it may be 2 ulp off. What divides a number by itself and gets less than 1 is the unkind case. */
 static float __fdividef(float a, float b) { return a * std::nextafterf(1 / b, 0); }
 static int __float2int_ru(float value) { return (int)std::ceil(value); }
@@ -234,7 +246,6 @@ static float __frcp_rd(float value)
 }
 
 /* In headers of the kernel, but not called by it. */
-float __uint_as_float(unsigned);
 float rsqrtf(float);
 unsigned __byte_perm(unsigned, unsigned, unsigned);
 size_t __cvta_generic_to_shared(const void *);

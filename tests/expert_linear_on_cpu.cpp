@@ -14,7 +14,6 @@ extern "C" float __expf(float x) noexcept { return std::exp(x); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
-float __uint_as_float(unsigned bits) { return emulated::bits_of<float>(bits); }
 
 #define PK_CUDA_MMA_H
 /* c += a b of a warp: element [row][k] of a is in lane row % 8 * 4 + k % 8 / 2, that of b [k][column] in lane column * 4 +

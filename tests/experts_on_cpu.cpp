@@ -4,19 +4,22 @@
 #include "emulated_gpu.h"
 
 #include "cuda/experts/few.h"
+#include "cuda/experts/lists.h"
 #include "cuda/experts/lists.cu"
 
 struct planned_experts {
     int num_tokens, num_experts, num_chosen, in_features, out_features, is_gated, is_summed; /* in */
-    int num_sms, compute_capability, most_rows, weight_dtype;
+    int num_sms, compute_capability, most_rows, most_groups, weight_dtype;
     int tile, num_blocks, num_warps, num_ctas, num_slots, sums_at, smem_bytes; /* out */
-    int num_entries, has_bad, num_groups, bad_kind, bad_token, bad_expert;
+    int num_entries, has_bad, num_groups, num_listed, bad_kind, bad_token, bad_expert;
 };
 
-/* entries: [pairs, 9], an expert and its pairs; groups: [most, 3]. */
+/* entries: [pairs, 9], an expert and its pairs; groups: [2, most, 3] and order: [2, pairs], by the kernel for many pairs and
+ * as each CTA lists few. */
 extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *experts, int *entries, int *groups,
                                       int32_t *order)
 {
+    static char smem[1 << 16];
     static expert_list list;
     const float weights[1] = {};
     pk_cuda_bad_id bad = {};
@@ -42,6 +45,18 @@ extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *exper
     }
     const pk_expert_groups lists = {its->most_rows, &its->num_groups, (pk_expert_group *)groups, order};
     emulated::run([&] { expert_lists_kernel(args, lists, &bad); });
+    if (pk_num_pairs(&args) <= LISTED_PAIRS && listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
+        pk_expert_groups listed;
+        bad = {};
+        auto list = its->most_rows == 16   ? list_pairs<EMULATED_THREADS, 16>
+                    : its->most_rows == 32 ? list_pairs<EMULATED_THREADS, 32>
+                    : its->most_rows == 64 ? list_pairs<EMULATED_THREADS, 64>
+                                           : list_pairs<EMULATED_THREADS, 128>;
+        emulated::run([&] { listed = list(args, smem, &bad); });
+        memcpy(groups + 3 * its->most_groups, listed.groups, *listed.num_groups * sizeof *listed.groups);
+        memcpy(order + pk_num_pairs(&args), listed.order, pk_num_pairs(&args) * 4);
+        its->num_listed = *listed.num_groups;
+    }
     its->bad_kind = bad.kind, its->bad_token = (int)bad.index, its->bad_expert = (int)bad.value;
     return nullptr;
 }

@@ -6,7 +6,6 @@ static struct {
     unsigned x, y;
 } block_now;
 #define blockIdx block_now
-float __uint_as_float(unsigned bits) { return emulated::bits_of<float>(bits); }
 #include "cuda/lora.cu"
 
 struct lora_sizes {

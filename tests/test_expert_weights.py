@@ -197,7 +197,7 @@ def test_every_instruction_set(lesser_isa):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["float8 blocks", "float8 channels", "int4 128", "int4 32"])
-@pytest.mark.parametrize("tokens", [1, 5, 8, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 40, 300])
 def test_graphs_replay_any_routing(rng, cuda, tokens, kind, dtype):
     """Ids change between replays; the bits are those of a call by itself."""
     ids = [draw_experts(rng, tokens, 33, 8) for _ in range(4)]

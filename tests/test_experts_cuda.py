@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from pools import get, put
-from test_weight import Weight
+from test_expert_weights import Weights
 
 import pagedkv
 from pagedkv import Graph, Stream, ops
@@ -46,7 +46,7 @@ def expected_of(x, experts, weights, up, down):
     return act, out
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 31, 64, 65, 200, 300, 520, 1100])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 31, 64, 65, 200, 256, 257, 520, 1100])
 def test_a_layer_of_a_model(rng, layer, tokens):
     up, down, up_here, down_here = layer
     x, experts, before = numbers(rng, (tokens, HIDDEN)), draw_experts(rng, tokens), numbers(rng, (tokens, HIDDEN))
@@ -103,7 +103,7 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, layer, tokens):
             np.testing.assert_array_equal(get(x), expected)
 
 
-@pytest.mark.parametrize("most, fewer", [(8, (2, 7)), (200, (40, 190)), (64, (12, 33))])
+@pytest.mark.parametrize("most, fewer", [(8, (2, 7)), (200, (40, 190)), (64, (1, 12, 33))])
 def test_bits_of_a_token_do_not_depend_on_the_others(rng, layer, most, fewer):
     up, down, _, _ = layer
     x, experts = put(numbers(rng, (most, HIDDEN)), GPU, "bfloat16"), put(draw_experts(rng, most), GPU)
@@ -132,33 +132,35 @@ def test_all_tokens_have_the_same_experts(rng, layer, tokens):
     np.testing.assert_allclose(get(out), expected, atol=0.06, rtol=0.03)
 
 
-KINDS = {("float8_e4m3fn", ""): "float8 blocks", ("uint8", ""): "int4 128", ("uint8", "parts"): "int4 32"}  # of test_weight.py
+INSTANCES = [each for each in ops.kernel_instances() if each["kernel"].startswith("expert")]
 
 
-@pytest.mark.parametrize("instance", [each for each in ops.kernel_instances() if each["kernel"].startswith("expert")],
-                         ids=lambda each: "-".join(str(each[key]) for key in ("kernel", "multiplies", "reads", "variant", "rows")))  # fmt: skip
-def test_each_instance(rng, instance):
-    """As many pairs as it takes of 4 experts, and a weight of an odd number of tiles."""
-    dtype, reads = instance["multiplies"], instance["reads"]
-    tokens = instance["rows"] if instance["kernel"] == "expert_few_kernel" else 2 * instance["rows"]
+@pytest.mark.parametrize("kind", INSTANCES, ids=lambda each: "-".join(str(each[name]) for name in ("kernel", "multiplies", "reads", "rows")))
+def test_each_instance(rng, kind):
+    """As many pairs as it takes of 4 experts, and a weight of an odd number of tiles, whose last step has half of its inputs."""
+    dtype, reads = kind["multiplies"], kind["reads"]
+    tokens = kind["rows"] if kind["kernel"] == "expert_few_kernel" else 2 * kind["rows"]
+    ids = rng.integers(0, 4, (tokens, 1)).astype(np.int32)
+    x, options = numbers(rng, (tokens, 352), dtype), {}
     if reads == dtype:
-        values = oracle.rounded(numbers(rng, (4, 208, 328)) / 18, dtype)
-        given = dict(weight=put(values, GPU, dtype))
+        values = oracle.rounded(numbers(rng, (4, 208, 352)) / 18, dtype)
+        weight = put(values, GPU, dtype)
     else:
-        given, values = Weight.stacked([Weight(rng, KINDS[reads, instance["variant"]], 208, 328) for _ in range(4)], GPU)
-    x, experts = numbers(rng, (tokens, values.shape[2]), dtype), rng.integers(0, 4, (tokens, 1)).astype(np.int32)
-    out = ops.expert_linear(put(x, GPU, dtype), experts=put(experts, GPU), **given)
-    expected, tolerance = oracle.expert_linear(x, values, experts), oracle.tolerance(dtype)
+        made = Weights(rng, "int4 32" if reads == "uint8" else "float8 channels", 208, 352, 4, np.arange(4))
+        options, values = made.given(GPU), made.values()
+        weight = options.pop("weight")
+    out = ops.expert_linear(put(x, GPU, dtype), weight, put(ids, GPU), **options)
+    expected, tolerance = oracle.expert_linear(x, values, ids.astype(int)), 2 * oracle.tolerance(dtype)
     np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_products_that_do_not_fit_the_scratch_memory(rng):
-    """Of 64 million numbers: some tokens come after others."""
-    tokens, chosen, outputs, size = 2100, 16, 4096, 64
+    """Of 256 million numbers: some tokens come after others."""
+    tokens, chosen, outputs, size = 2100, 32, 4096, 64
     x, weight = numbers(rng, (tokens, chosen, size)), numbers(rng, (3, outputs, size)) / 8
     experts = rng.integers(0, 3, (tokens, chosen)).astype(np.int32)
     weights = rng.random((tokens, chosen)).astype(np.float32)
     out = ops.expert_linear(put(x, GPU, "bfloat16"), put(weight, GPU, "bfloat16"), put(experts, GPU), weights=put(weights, GPU))
-    some = [0, 1023, 1024, 1025, 1026, 2099]
+    some = [0, 2047, 2048, 2049, 2050, 2099]
     expected = oracle.expert_linear(x[some], oracle.rounded(weight, "bfloat16"), experts[some], weights[some])
-    np.testing.assert_allclose(get(out)[some], expected, atol=0.1, rtol=0.02)
+    np.testing.assert_allclose(get(out)[some], expected, atol=0.2, rtol=0.02)

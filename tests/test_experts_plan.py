@@ -6,8 +6,9 @@ from cards import CARDS
 from emulated import load, struct_of
 
 Experts = struct_of("num_tokens", "num_experts", "num_chosen", "in_features", "out_features", "is_gated", "is_summed", "num_sms",
-                    "compute_capability", "most_rows", "weight_dtype", "tile", "num_blocks", "num_warps", "num_ctas", "num_slots", "sums_at",
-                    "smem_bytes", "num_entries", "has_bad", "num_groups", "bad_kind", "bad_token", "bad_expert")  # fmt: skip
+                    "compute_capability", "most_rows", "most_groups", "weight_dtype", "tile", "num_blocks", "num_warps", "num_ctas", "num_slots", "sums_at",
+                    "smem_bytes", "num_entries", "has_bad", "num_groups", "num_listed", "bad_kind", "bad_token", "bad_expert")  # fmt: skip
+LISTED = 2048  # pairs that each CTA lists by itself
 LIST = 3152  # bytes that the kernel for few tokens declares: test_build.py compares it with what was compiled
 
 
@@ -17,14 +18,16 @@ def run(tmp_path_factory):
 
     def call(experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16, weight_dtype=2):
         tokens, chosen = experts.shape
+        most_groups = experts.size if tokens == 1 else min(experts.size, experts.size // most_rows + num_experts + 1)
         its = Experts(tokens, num_experts, chosen, size, outputs, is_gated, is_summed, card.num_sms, card.compute_capability, most_rows,
-                      weight_dtype)  # fmt: skip
+                      most_groups, weight_dtype)  # fmt: skip
         entries = np.full((experts.size + 1, 9), -9, np.int32)
-        groups = np.full((experts.size // most_rows + num_experts + 1, 3), -9, np.int32)
-        order = np.full(experts.size, -9, np.int32)
+        groups = np.full((2, most_groups, 3), -9, np.int32)
+        order = np.full((2, experts.size), -9, np.int32)
         listed(its, np.ascontiguousarray(experts, np.int32), entries, groups, order)
-        assert (entries[its.num_entries :] == -9).all() and (groups[its.num_groups :] == -9).all()
-        return its, entries[: its.num_entries], groups[: its.num_groups], order
+        assert (entries[its.num_entries :] == -9).all()
+        assert (groups[0, its.num_groups :] == -9).all() and (groups[1, its.num_listed :] == -9).all()
+        return its, entries[: its.num_entries], groups, order
 
     return call
 
@@ -61,12 +64,23 @@ def test_lists_of_many_tokens(rng, run, case):
     experts, rows = draw(rng, tokens, num_experts, chosen), int(rng.choice([16, 32, 64, 128]))
     its, _, groups, order = run(experts, num_experts, most_rows=rows)
     known = np.where((experts < 0) | (experts >= num_experts), num_experts, experts).ravel()
-    np.testing.assert_array_equal(order, np.argsort(known, kind="stable"))
+    np.testing.assert_array_equal(order[0], np.argsort(known, kind="stable"))
     expected, first = [], 0
     for expert, count in enumerate(np.bincount(known, minlength=num_experts + 1)):
         expected += [[expert, first + at, min(rows, count - at)] for at in range(0, count, rows)]
         first += count
-    np.testing.assert_array_equal(groups, expected)
+    np.testing.assert_array_equal(groups[0, : its.num_groups], expected)
+    if tokens == 1:  # by each CTA: each pair is a group
+        np.testing.assert_array_equal(groups[1, : its.num_listed], [[known[pair], pair, 1] for pair in range(chosen)])
+        np.testing.assert_array_equal(order[1], np.arange(chosen))
+    elif experts.size <= LISTED:  # by each CTA: those of a group in any order, but all CTAs have the same groups
+        np.testing.assert_array_equal(groups[1, : its.num_listed], expected)
+        np.testing.assert_array_equal(order[1][np.lexsort((order[1], known[order[1]]))], order[0])
+        assert (np.diff(known[order[1]]) >= 0).all()
+        for expert in np.flatnonzero(np.bincount(known) > rows):
+            assert (np.diff(order[1][known[order[1]] == expert]) > 0).all()
+    else:
+        assert its.num_listed == 0
     assert bool(its.bad_kind) == (known == num_experts).any()
     if its.bad_kind:
         assert its.bad_expert in experts[its.bad_token]

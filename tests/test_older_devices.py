@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "kernel_instances", "sample_cuda")
+NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "experts", "kernel_instances", "sample_cuda")
 
 
 @pytest.mark.gpu

@@ -56,17 +56,6 @@ class Weight:
         scales, zeros = put(self.scales, device, self.scales_dtype), put(self.zeros, device)
         return dict(weight=weight, weight_scales=scales, weight_zeros=zeros, weight_block=self.block if block else None)
 
-    @staticmethod
-    def stacked(weights: list, device: str) -> tuple[dict, np.ndarray]:
-        """Experts' weights of one kind: what expert_linear is given, and what they stand for."""
-        first = weights[0]
-        numbers = [oracle.packed_int4(each.numbers) if each.is_int4 else each.numbers for each in weights]
-        weight = put(np.stack(numbers), device, None if first.is_int4 else F8)
-        scales = put(np.stack([each.scales for each in weights]), device, first.scales_dtype)
-        zeros = None if first.zeros is None else put(np.stack([each.zeros for each in weights]), device)
-        given = dict(weight=weight, weight_scales=scales, weight_zeros=zeros, weight_block=first.block)
-        return given, np.stack([each.values() for each in weights])
-
 
 def make_x(rng, rows: int, size: int, dtype: str) -> np.ndarray:
     return oracle.rounded(rng.standard_normal((rows, size)), dtype)

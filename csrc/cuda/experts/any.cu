@@ -7,7 +7,6 @@
 #include "cuda/linear/dequantize.h"
 
 enum { ANY_WARPS = 8 };
-enum weight_form { AS_X, IN_FLOAT8, IN_INT4 };
 
 struct expert_any_params {
     pk_expert_linear_args args;
@@ -29,7 +28,7 @@ __device__ static inline float part_of_product(const expert_any_params &params, 
     } else {
         constexpr int COUNT = pk_packed<T>::COUNT;
         const weight_row from = row_of_weight(params.pieces, (int)row, expert);
-#pragma unroll 4
+#pragma unroll 3
         for (int64_t column = lane * WEIGHT_PIECE; column < size; column += 32 * WEIGHT_PIECE) {
             float values[WEIGHT_PIECE], its_x[WEIGHT_PIECE];
             const int count = size - column < WEIGHT_PIECE ? (int)(size - column) : WEIGHT_PIECE;

@@ -10,6 +10,13 @@ __host__ __device__ static inline int64_t pk_num_pairs(const pk_expert_linear_ar
     return args->linear.x.num_rows * args->num_chosen;
 }
 
+/* How a weight comes: in x's dtype, or quantised. */
+enum weight_form { AS_X, IN_FLOAT8, IN_INT4 };
+static inline weight_form form_of(const pk_weight &weight)
+{
+    return !weight.scales ? AS_X : weight.dtype == PK_U8 ? IN_INT4 : IN_FLOAT8;
+}
+
 /* few.cu: few tokens of 16 bits, where the time is that of reading the weights of their experts once. */
 bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few;
@@ -28,18 +35,19 @@ struct pk_expert_groups {
     pk_expert_group *groups; /* in the order of experts */
     int32_t *order;          /* [num_pairs] pairs, by expert, those of an expert in their own order */
 };
-static inline int64_t pk_most_groups(const pk_expert_linear_args *args, int most_rows)
+__host__ __device__ static inline int64_t pk_most_groups(const pk_expert_linear_args *args, int most_rows)
 {
-    return pk_num_pairs(args) / most_rows + args->num_experts + 1;
+    const int64_t pairs = pk_num_pairs(args), most = pairs / most_rows + args->num_experts + 1;
+    return pairs < most || args->linear.x.num_rows == 1 ? pairs : most;
 }
 pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_expert_groups &groups,
                                const pk_cuda_call &call);
 
-/* grouped.cu: any number of tokens of 16 bits on Hopper. */
+/* grouped.cu: any number of tokens of 16 bits on Hopper, quantised weights, too. */
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
 
-/* any.cu: everything, quantised weights, too. */
+/* any.cu: everything. */
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_any;
 
 #endif

@@ -1,33 +1,33 @@
 /* grouped.cu - expert_linear for any number of tokens of bf16 or f16 on Hopper.
  *
- * Another kernel orders the pairs of tokens and experts by expert (lists.cu), in groups of up to N. A tile is a group by
- * 64 or 128 rows of its expert's weight, and CTAs take tiles in turn, those of an expert beside each other: its weight
- * comes from memory once. A ring of stages lies between warps that copy and warpgroups that multiply. The weight (operand
- * A of wgmma) is copied by the engine, in an order that gives a thread gates beside their ups; the rows of x (operand B)
- * lie anywhere and are gathered by ordinary copies. N is chosen by how many pairs an expert has on average.
+ * Pairs of tokens and experts are multiplied in groups of up to N of one expert, which each CTA lists for itself (lists.h), or
+ * a kernel ahead where they are many (lists.cu). A tile is a group by 64 or 128 rows of its expert's weight, and CTAs take
+ * tiles in turn, those of an expert beside each other: its weight comes from memory once. A ring of stages lies between
+ * warps that copy and warpgroups that multiply. The weight (operand A of wgmma) is copied by the engine, in an order that
+ * gives a thread gates beside their ups, or, where it is quantised, decoded by the warps that copy; the rows of x (operand
+ * B) lie anywhere and are gathered by ordinary copies. N is chosen by how many pairs an expert has on average.
  *
- * Sums over a token's experts: the products are left in float32 in scratch memory, and another kernel adds them in the
- * order of the pairs.
+ * Where the product before had the same experts, the lists are made and the ring is filled with weights while that one still
+ * runs. Sums over a token's experts: the products are left in scratch memory, and another kernel adds them in float32 in
+ * the order of the pairs.
  */
 #include "cuda/experts/grouped.h"
 
 // --- kernels
 
-template <typename T, int WARPGROUPS, int N>
-__global__ void __launch_bounds__(grouped_shape<WARPGROUPS, N>::THREADS, 2)
-    expert_grouped_kernel(const __grid_constant__ grouped_params params)
+template <typename T, int N, weight_form FORM>
+__global__ void __launch_bounds__(grouped_shape<N, FORM>::THREADS, grouped_shape<N, FORM>::IS.ctas)
+    expert_grouped_kernel(const __grid_constant__ grouped_params params, pk_cuda_bad_id *bad_id)
 {
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
     __shared__ grouped_barriers<N> shared;
-    grouped_cta<T, WARPGROUPS, N> cta(params, dynamic_smem, shared);
+    grouped_cta<T, N, FORM> cta(params, dynamic_smem, shared);
     cta.init_barriers();
-    if (threadIdx.x == 0) prefetch_tensor_map(&params.weight_map);
-    __syncthreads();
-    pk_wait_for_previous_kernel();
-    pk_let_next_kernel_start();
-    cta.count_tiles();
-    if (cta.warp >= WARPGROUPS * 4)
+    if (FORM == AS_X && threadIdx.x == 0) prefetch_tensor_map(&params.weight_map);
+    if (!params.is_early) pk_wait_for_previous_kernel();
+    cta.find_lists(dynamic_smem, bad_id);
+    if (threadIdx.x >= grouped_shape<N, FORM>::WORKERS)
         cta.copy_all();
     else
         cta.multiply_all();
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(grouped_shape<WARPGROUPS, N>::THREADS, 2)
 }
 
 /* A thread adds 4 outputs of a token. */
-template <typename T>
-__global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_args args, const float *products)
+template <typename T, typename Product>
+__global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_args args, const Product *products)
 {
     const pk_epilogue &to = args.linear.epilogue;
     const int64_t token = blockIdx.x, output = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * 4;
@@ -47,11 +47,10 @@ __global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_
     float total[4] = {};
 #pragma unroll 8
     for (int64_t pair = first; pair < first + args.num_chosen; pair++) {
-        const float4 product = *(const float4 *)(products + pair * args.linear.weight.out_features + output);
+        const auto product = *(const pk_vec<Product, 4> *)(products + pair * args.linear.weight.out_features + output);
         const float weight = args.weights[pair];
         if (args.experts[pair] < 0 || args.experts[pair] >= args.num_experts) continue;
-        total[0] += weight * product.x, total[1] += weight * product.y;
-        total[2] += weight * product.z, total[3] += weight * product.w;
+        for (int i = 0; i < 4; i++) total[i] += weight * pk_to_float(product.at[i]);
     }
     T *out = (T *)to.out + token * to.out_stride + output;
     for (int i = 0; i < 4; i++) out[i] = pk_from_float<T>(to.adds_to_out ? pk_to_float(out[i]) + total[i] : total[i]);
@@ -59,18 +58,28 @@ __global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_
 
 // --- launchers
 
+/* What the engine copies, or warps decode by pieces that have one scale. */
+static bool can_be_copied(const pk_weight &weight)
+{
+    return weight.stride >= weight.in_features && pk_are_multiples(8, weight.stride, weight.of_experts.data) &&
+           pk_are_multiples(16, weight.data) &&
+           weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features;
+}
+static bool can_be_decoded(const pk_weight &weight, int64_t num_experts)
+{
+    const bool is_one_scale = weight.block_columns % WEIGHT_PIECE == 0 || weight.block_columns >= weight.in_features;
+    return is_one_scale && are_pieces_aligned(weight) && weight.of_experts.scales * num_experts < INT32_MAX &&
+           weight.of_experts.zeros * num_experts < INT32_MAX;
+}
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device)
 {
     const pk_rows &x = args->linear.x;
     const pk_weight &weight = args->linear.weight;
     const bool is_16_bit = x.dtype == PK_BF16 || x.dtype == PK_F16;
-    return device->has_sm90a && is_16_bit && !weight.scales && pk_num_pairs(args) <= 1 << 30 &&
-           weight.in_features > 0 && weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 &&
-           weight.out_features % 16 == 0 && weight.stride >= weight.in_features &&
-           weight.of_experts.data >= weight.stride * (weight.out_features - 1) + weight.in_features &&
-           pk_are_multiples(8, weight.in_features, weight.stride, weight.of_experts.data, x.stride,
-                            args->x_pair_stride) &&
-           pk_are_multiples(16, x.data, weight.data);
+    return device->has_sm90a && is_16_bit && pk_num_pairs(args) <= 1 << 30 && weight.in_features > 0 &&
+           weight.in_features <= 1 << 20 && weight.out_features <= 1 << 20 && weight.out_features % 16 == 0 &&
+           pk_are_multiples(8, weight.in_features, x.stride, args->x_pair_stride) && pk_are_multiples(16, x.data) &&
+           (weight.scales ? can_be_decoded(weight, args->num_experts) : can_be_copied(weight));
 }
 
 /* Rows of the weight by sixteens: 8 gates and their 8 ups, or 16 neighbours. */
@@ -86,35 +95,58 @@ static pk_status map_weight(CUtensorMap *map, const pk_expert_linear_args *args,
     return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
 }
 
-template <typename T, int WARPGROUPS, int N>
+template <typename T, int N, weight_form FORM>
 static pk_status launch(grouped_params &params, const pk_cuda_call &call)
 {
-    using shape = grouped_shape<WARPGROUPS, N>;
+    using shape = grouped_shape<N, FORM>;
     static uint64_t allowed;
     const pk_expert_linear_args *args = &params.args;
     const int smem = shape::smem_on(call.device->card);
     params.num_blocks = (int)pk_ceil_div(args->linear.weight.out_features, shape::TILE);
-    params.num_stages = shape::stages_on(call.device->card);
-    PK_TRY(map_weight(&params.weight_map, args, shape::TILE, call.err));
-    auto kernel = expert_grouped_kernel<T, WARPGROUPS, N>;
+    const int64_t list_bytes = params.lists.groups ? 0 : listed_bytes(args, N);
+    params.num_stages = shape::stages_on(call.device->card, list_bytes);
+    if (FORM == AS_X)
+        PK_TRY(map_weight(&params.weight_map, args, shape::TILE, call.err));
+    else
+        PK_TRY(make_weight_pieces(&params.pieces, args->linear.weight, call.err));
+    auto kernel = expert_grouped_kernel<T, N, FORM>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)smem, &allowed));
-    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = 2 * call.device->num_sms;
+    params.num_sms = call.device->num_sms;
+    const int64_t tiles = pk_most_groups(args, N) * params.num_blocks, room = shape::IS.ctas * params.num_sms;
     return pk_cuda_launch_early(call, "expert_grouped_kernel", kernel, pk_cuda_grid(tiles < room ? tiles : room),
-                                dim3(shape::THREADS), (size_t)smem, params);
+                                dim3(shape::THREADS), (size_t)smem, params, call.device->bad_id);
 }
 
+template <typename T>
+static constexpr pk_dtype dtype_read_by(weight_form form)
+{
+    return form == AS_X ? pk_cuda_dtype_of<T> : form == IN_INT4 ? PK_U8 : PK_F8E4M3;
+}
 using grouped_instance = pk_cuda_instance<pk_status(grouped_params &, const pk_cuda_call &)>;
-template <typename T, int WARPGROUPS, int N>
+template <typename T, weight_form FORM, int N>
 static constexpr grouped_instance instance = {
-    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, grouped_shape<WARPGROUPS, N>::THREADS,
-     pk_cuda_smem_of_hopper(grouped_shape<WARPGROUPS, N>::smem_on)},
-    launch<T, WARPGROUPS, N>};
+    {"expert_grouped_kernel", "", pk_cuda_dtype_of<T>, dtype_read_by<T>(FORM), 0, N, grouped_shape<N, FORM>::THREADS,
+     pk_cuda_smem_of_hopper(grouped_shape<N, FORM>::smem_on)},
+    launch<T, N, FORM>};
 
 /* The first that has room for twice as many pairs as an expert has on average is taken, or the last. */
 static constexpr grouped_instance INSTANCES[] = {
-    instance<__nv_bfloat16, 1, 16>,  instance<__nv_bfloat16, 1, 32>, instance<__nv_bfloat16, 1, 64>,
-    instance<__nv_bfloat16, 2, 128>, instance<__half, 1, 16>,        instance<__half, 1, 32>,
-    instance<__half, 1, 64>,         instance<__half, 2, 128>,
+    instance<__nv_bfloat16, AS_X, 16>,
+    instance<__nv_bfloat16, AS_X, 32>,
+    instance<__nv_bfloat16, AS_X, 64>,
+    instance<__nv_bfloat16, AS_X, 128>,
+    instance<__half, AS_X, 16>,
+    instance<__half, AS_X, 32>,
+    instance<__half, AS_X, 64>,
+    instance<__half, AS_X, 128>,
+    instance<__half, IN_FLOAT8, 32>,
+    instance<__half, IN_FLOAT8, 128>,
+    instance<__half, IN_INT4, 32>,
+    instance<__half, IN_INT4, 128>,
+    instance<__nv_bfloat16, IN_FLOAT8, 32>,
+    instance<__nv_bfloat16, IN_FLOAT8, 128>,
+    instance<__nv_bfloat16, IN_INT4, 32>,
+    instance<__nv_bfloat16, IN_INT4, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_expert_grouped_kernels = pk_cuda_table(INSTANCES);
 
@@ -122,11 +154,17 @@ static const grouped_instance *instance_for(const pk_expert_linear_args *args)
 {
     const grouped_instance *found = nullptr;
     for (const grouped_instance &each : INSTANCES) {
-        if (each.shown.reads != args->linear.x.dtype) continue;
+        if (each.shown.multiplies != args->linear.x.dtype || each.shown.reads != args->linear.weight.dtype) continue;
         found = &each;
         if (2 * pk_num_pairs(args) <= each.shown.rows * args->num_experts) break;
     }
     return found;
+}
+
+/* Those of many pairs are half as large, and rounded as transformers does it: they would take a quarter of the time. */
+static pk_dtype products_of(const pk_expert_linear_args *args)
+{
+    return pk_num_pairs(args) > LISTED_PAIRS ? args->linear.x.dtype : PK_F32;
 }
 
 /* Some of the tokens; the scratch memory has a list of groups, their pairs, and the products to be added. */
@@ -135,38 +173,46 @@ static pk_status multiply(const pk_expert_linear_args *args, const pk_cuda_call 
     const grouped_instance *instance = instance_for(args);
     if (!instance) return pk_cuda_no_instance(call, "expert_grouped_kernel");
     const pk_weight &weight = args->linear.weight;
-    const int64_t num_groups = pk_most_groups(args, instance->shown.rows), num_pairs = pk_num_pairs(args);
-    const int64_t groups_at = 16, order_at = groups_at + num_groups * (int64_t)sizeof(pk_expert_group);
-    const int64_t products_at = pk_ceil_div(order_at + num_pairs * 4, 256) * 256;
-    const int64_t bytes = products_at + (args->weights ? num_pairs * weight.out_features * 4 : 0);
-    pk_cuda_scratch scratch;
-    PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)bytes));
+    const int most_rows = instance->shown.rows;
+    const int64_t num_pairs = pk_num_pairs(args);
+    const bool is_listed = num_pairs > LISTED_PAIRS; /* by a kernel ahead */
+    const int64_t groups_at = 16, groups_bytes = pk_most_groups(args, most_rows) * (int64_t)sizeof(pk_expert_group);
+    const int64_t order_at = groups_at + groups_bytes;
+    const int64_t products_at = is_listed ? pk_ceil_div(order_at + num_pairs * 4, 256) * 256 : 0;
+    const pk_dtype products = products_of(args);
+    const int64_t product_bytes = num_pairs * weight.out_features * (int64_t)pk_dtype_bytes(products);
+    const int64_t bytes = products_at + (args->weights ? product_bytes : 0);
+    pk_cuda_scratch scratch = {};
+    if (bytes > 0) PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)bytes));
     char *data = (char *)scratch.data;
     grouped_params params = {};
     params.args = *args;
-    params.lists = {instance->shown.rows, (int *)data, (pk_expert_group *)(data + groups_at),
-                    (int32_t *)(data + order_at)};
+    params.is_early = !is_listed && weight.is_constant && args->experts_are_constant;
+    if (is_listed)
+        params.lists = {most_rows, (int *)data, (pk_expert_group *)(data + groups_at), (int32_t *)(data + order_at)};
     if (args->weights) {
         params.args.linear.epilogue = {};
         params.args.linear.epilogue.out = data + products_at;
-        params.args.linear.epilogue.out_dtype = PK_F32;
+        params.args.linear.epilogue.out_dtype = products;
         params.args.linear.epilogue.out_stride = args->num_chosen * weight.out_features;
         params.args.out_pair_stride = weight.out_features;
     }
-    PK_TRY(pk_cuda_list_experts(args, params.lists, call));
+    if (is_listed) PK_TRY(pk_cuda_list_experts(args, params.lists, call));
     PK_TRY(instance->launch(params, call));
     if (!args->weights) return PK_OK;
-    return pk_for_float_dtype(call.err, args->linear.x.dtype, [&](auto zero) {
-        dim3 grid = pk_cuda_grid(args->linear.x.num_rows);
-        grid.y = (unsigned)pk_ceil_div(weight.out_features, 1024);
-        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero)>, grid, dim3(256), 0,
-                                    *args, (const float *)(data + products_at));
-    });
+    dim3 grid = pk_cuda_grid(args->linear.x.num_rows);
+    grid.y = (unsigned)pk_ceil_div(weight.out_features, 1024);
+    auto add_up = [&](auto zero, auto product) {
+        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero), decltype(product)>,
+                                    grid, dim3(256), 0, *args, (decltype(product) *)(data + products_at));
+    };
+    return pk_for_float_dtype(call.err, args->linear.x.dtype,
+                              [&](auto zero) { return products == PK_F32 ? add_up(zero, 0.0f) : add_up(zero, zero); });
 }
 
 pk_status pk_cuda_experts_grouped(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    enum { MOST_PRODUCTS = 64 << 20 }; /* in scratch memory: of more tokens some come after others */
+    enum { MOST_PRODUCTS = 256 << 20 }; /* in scratch memory: of more tokens some come after others */
     int64_t most = args->linear.x.num_rows;
     if (args->weights) most = MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1;
     for (int64_t first = 0; first < args->linear.x.num_rows; first += most) {

@@ -59,47 +59,55 @@ __device__ static inline uint64_t load_bytes(const uint8_t *from, int count)
     return bytes;
 }
 
-template <bool IS_ALIGNED>
-__device__ static inline void load_int4(float values[WEIGHT_PIECE], const weight_pieces &its, const weight_row &row,
-                                        int column)
-{
-    constexpr int BITS[WEIGHT_PIECE] = PK_INT4_BIT;
-    const uint32_t word = (uint32_t)load_bytes<WEIGHT_PIECE / 2, IS_ALIGNED>(row.data + column / 2, WEIGHT_PIECE / 2);
-    const int block = its.block_columns.divide(column);
-    const int zero = row.zeros ? row.zeros[block] : PK_INT4_ZERO;
-    const float scale = scale_at(its.weight, row.scales + block);
-    for (int i = 0; i < WEIGHT_PIECE; i++) values[i] = (float)((int)(word >> BITS[i] & 15) - zero) * scale;
-}
+/* A piece as it lies, of one scale: what is loaded early may be decoded late. */
+template <bool IS_INT4>
+struct raw_piece {
+    std::conditional_t<IS_INT4, uint32_t, uint2> bits = {};
+    float scale = 0, zero = 0;
 
-template <bool IS_ALIGNED>
-__device__ static inline void load_float8(float values[WEIGHT_PIECE], const weight_pieces &its, const weight_row &row,
-                                          int column, int count)
-{
-    const pk_weight &weight = its.weight;
-    const uint64_t bytes = load_bytes<WEIGHT_PIECE, IS_ALIGNED>(row.data + column, count);
-    const bool is_one_block =
-        its.block_columns.divisor % WEIGHT_PIECE == 0 || weight.block_columns >= weight.in_features;
-    const float scale = scale_at(weight, row.scales + its.block_columns.divide(column));
-    for (int i = 0; i < WEIGHT_PIECE; i += 2) {
-        const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(bytes >> (8 * i)), __NV_E4M3);
-        const float2 both = pk_to_floats(*(const __half2 *)&pair);
-        values[i] = both.x * scale, values[i + 1] = both.y * scale;
-        if (is_one_block) continue;
-        if (i < count) values[i] = both.x * scale_at(weight, row.scales + its.block_columns.divide(column + i));
-        if (i + 1 < count)
-            values[i + 1] = both.y * scale_at(weight, row.scales + its.block_columns.divide(column + i + 1));
+    __device__ __forceinline__ void decode(float (&values)[WEIGHT_PIECE]) const
+    {
+        if constexpr (IS_INT4) {
+            for (int i = 0; i < WEIGHT_PIECE / 2; i++) { /* PK_INT4_BIT: as the last bits of 128 in bfloat16 */
+                const uint32_t pair = (bits >> 4 * i & 0x000f000f) | 0x43004300;
+                values[2 * i] = (__uint_as_float(pair << 16) - (128 + zero)) * scale;
+                values[2 * i + 1] = (__uint_as_float(pair & 0xffff0000) - (128 + zero)) * scale;
+            }
+        } else {
+            const uint2 low = fp8_to_f16(bits.x), high = fp8_to_f16(bits.y);
+            const uint32_t pairs[WEIGHT_PIECE / 2] = {low.x, low.y, high.x, high.y};
+            for (int i = 0; i < WEIGHT_PIECE / 2; i++) {
+                const float2 both = pk_to_floats(*(const __half2 *)&pairs[i]);
+                values[2 * i] = both.x * scale, values[2 * i + 1] = both.y * scale;
+            }
+        }
     }
-}
+};
 
 /* The first `count` values from `column` on, a multiple of WEIGHT_PIECE; what is behind them is anything. */
 template <bool IS_INT4, bool IS_ALIGNED>
-__device__ static inline void load_piece(float values[WEIGHT_PIECE], const weight_pieces &its, const weight_row &row,
+__device__ static inline void load_piece(float (&values)[WEIGHT_PIECE], const weight_pieces &its, const weight_row &row,
                                          int column, int count)
 {
-    if constexpr (IS_INT4)
-        load_int4<IS_ALIGNED>(values, its, row, column);
-    else
-        load_float8<IS_ALIGNED>(values, its, row, column, count);
+    const pk_weight &weight = its.weight;
+    const int block = its.block_columns.divide(column);
+    raw_piece<IS_INT4> raw;
+    raw.scale = scale_at(weight, row.scales + block);
+    if constexpr (IS_INT4) {
+        raw.bits = (uint32_t)load_bytes<WEIGHT_PIECE / 2, IS_ALIGNED>(row.data + column / 2, WEIGHT_PIECE / 2);
+        raw.zero = row.zeros ? row.zeros[block] : PK_INT4_ZERO;
+        raw.decode(values);
+    } else {
+        const uint64_t bytes = load_bytes<WEIGHT_PIECE, IS_ALIGNED>(row.data + column, count);
+        const bool is_one_block =
+            its.block_columns.divisor % WEIGHT_PIECE == 0 || weight.block_columns >= weight.in_features;
+        raw.bits = {(uint32_t)bytes, (uint32_t)(bytes >> 32)};
+        if (!is_one_block) raw.scale = 1;
+        raw.decode(values);
+        if (is_one_block) return;
+        for (int i = 0; i < WEIGHT_PIECE; i++)
+            if (i < count) values[i] *= scale_at(weight, row.scales + its.block_columns.divide(column + i));
+    }
 }
 
 #endif

@@ -77,7 +77,7 @@ def test_ranks_of_one_process(memory):
 def test_a_large_group_by_threads(memory):
     comms = join_in_threads(memory, 8)
     x = np.ones((1, 3), np.float32)
-    for _ in range(20):
+    for _ in range(5):
         for each in in_threads([lambda comm=comm: ops.all_reduce(x, comm) for comm in comms]):
             np.testing.assert_array_equal(each, 8 * x)
 
@@ -176,16 +176,16 @@ def test_a_process_that_was_killed():
 
 def test_a_process_that_was_stopped(device):
     """It does not end, so the clock finds it."""
-    with Ranks(2, device, timeout=0.5) as ranks:
+    with Ranks(2, device, timeout=3) as ranks:
         ranks(reduce_once, 3)
         ranks.signal(1, signal.SIGSTOP)
         ranks.send(0, timed_reduce)
         seconds, text = ranks.receive(0)
-        assert 0.4 < seconds < 5
+        assert 2.5 < seconds < 20
         if device == "cpu":
-            assert text == "rank 1 did not arrive at all_reduce of [2, 64] float32, its call 3 within 0.5 s (rank 0 waited)"
+            assert text == "rank 1 did not arrive at all_reduce of [2, 64] float32, its call 3 within 3 s (rank 0 waited)"
         else:
-            assert text == "rank 1 did not arrive at all_reduce within 0.5 s (a kernel of rank 0 waited)"
+            assert text == "rank 1 did not arrive at all_reduce within 3 s (a kernel of rank 0 waited)"
         ranks.signal(1, signal.SIGCONT)
         ranks.send(1, timed_reduce)  # who was late gets the same reason
         assert ranks.receive(1)[1] == text
@@ -309,7 +309,7 @@ def make_calls(comm, counts):
 
 
 def test_a_rank_that_makes_one_call_fewer():
-    with Ranks(2, timeout=0.5) as ranks, pytest.raises(GroupError, match="rank 1 did not arrive at all_reduce of .*, its call 4"):
+    with Ranks(2, timeout=3) as ranks, pytest.raises(GroupError, match="rank 1 did not arrive at all_reduce of .*, its call 4"):
         ranks(make_calls, (5, 4))
 
 

@@ -70,8 +70,8 @@ class RayReplica(Replica):
         num_cpus: cores that it reserves
         start_seconds: how long it waits for its cores and GPUs
 
-    A placement group of one bundle reserves what it needs on one machine: a GPU for each of tensor_parallel_size, unless
-    device is "cpu". It stays reserved while the actor is started again.
+    A placement group of one bundle reserves what it needs on one machine: a GPU for each of tensor_parallel_size,
+    unless device is "cpu". It stays reserved while the actor is started again.
     """
 
     def __init__(

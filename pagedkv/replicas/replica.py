@@ -83,7 +83,7 @@ class EngineReplica(Replica):
         try:
             self._engine.health()
         except RuntimeError as error:
-            raise ReplicaDied(f"{error}: {error.__cause__}") from error
+            raise ReplicaDied(str(error.__cause__ or error)) from error
         return self._engine
 
     async def close(self) -> None:

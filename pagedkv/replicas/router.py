@@ -74,7 +74,7 @@ class Router:
         self._living: dict[Life, Replica] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None  # why a replica could not be started again
-        self._names = map((secrets.token_hex(4) + "-{}").format, itertools.count())
+        self._ids = map((secrets.token_hex(4) + "-{}").format, itertools.count())
 
     # --- requests
 
@@ -90,13 +90,14 @@ class Router:
         """The outputs of a request, as AsyncEngine.generate() yields them."""
         start, params = time.perf_counter(), params or self._default_params
         priority = check_request(params, request_id, priority, salt)
-        name = next(self._names) if request_id is None else request_id
+        name = next(self._ids) if request_id is None else request_id
         prompt, ids = await self._encode(prompt)
         key = salt if params.prompt_logprobs is None else private_salt(salt)  # such a prompt is computed as a whole
         spans = spans_of(ids, key)
         for tries in itertools.count(1):
             life, num_tokens = await self._choose(ids, spans, key)
-            outputs = self._living[life].generate(prompt, params, name, priority=priority, salt=salt)
+            # Each try has an id of its own: one that was given up may go on for a while.
+            outputs = self._living[life].generate(prompt, params, next(self._ids), priority=priority, salt=salt)
             life.send(spans, num_tokens)
             has_sent = False
             try:
@@ -104,7 +105,7 @@ class Router:
                     async for output in outputs:
                         if not has_sent:
                             life.arrive(spans, num_tokens)
-                        has_sent = True
+                        has_sent, output.request_id = True, name
                         yield output
                         if output.finished:
                             return
@@ -174,16 +175,16 @@ class Router:
                 if not self._starting:
                     raise RuntimeError(f"no replica is left: {self._failure}") from self._failure
                 await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
-            guesses = {life: len(ids) - life.estimate(spans) for life in self._living}
-            asked = nsmallest(MAX_ASKED, guesses, key=lambda life: (life.queued + guesses[life], life.running))
+            asked = nsmallest(MAX_ASKED, self._living, key=lambda life: self._cost(life, ids, spans, {}))
             told = await self._ask(asked, ids, salt)
-            costs = {
-                life: len(ids) - life.known(spans, told[life]) if life in told else guesses[life]
-                for life in asked if life in self._living
-            }  # fmt: skip
-            if costs:
-                chosen = min(costs, key=lambda life: (life.queued + costs[life], life.running))
-                return chosen, costs[chosen]
+            if self._living:  # those that were not asked, too: others may have been sent a lot meanwhile
+                chosen = min(self._living, key=lambda life: self._cost(life, ids, spans, told))
+                return chosen, self._cost(chosen, ids, spans, told)[0] - chosen.queued
+
+    def _cost(self, life: Life, ids: array[int], spans: list[bytes], told: dict[Life, int]) -> tuple[int, int]:
+        """What a replica has to compute until this prompt is done, in tokens; then the number of its requests."""
+        known = life.known(spans, told[life]) if life in told else life.estimate(spans)
+        return life.queued + len(ids) - known, life.running
 
     async def _ask(self, lives: list[Life], ids: array[int], salt: bytes) -> dict[Life, int]:
         """What each has of the prompt, of those that answer in time."""

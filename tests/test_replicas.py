@@ -19,7 +19,6 @@ import pytest
 import pagedkv
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
-from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.optional import need
 from pagedkv.replicas import EngineReplica, ReplicaDied, Router
 from pagedkv.replicas.prefixes import SPAN, Life, spans_of
@@ -266,13 +265,12 @@ def test_two_engines_answer_as_one():
     prompts = ["", "a", "hello there", [3] * 50, {"prompt": "shown", "prompt_token_ids": [1, 2, 3]}, [10**6], "hello there, you"]
     with LLM(DEMO, **OPTIONS) as llm:
         expected = llm.generate(prompts, TEN, use_tqdm=False)
-        vocab_size = llm.config.vocab_size
 
     async def run():
         replicas = [EngineReplica(DEMO, **OPTIONS) for _ in range(2)]
         with pytest.raises(ReplicaDied, match="has not been started"):
             await replicas[0].match(array("i"), b"")
-        async with Router(replicas, Tokenizer(DEMO), vocab_size) as router:
+        async with Router.of_model(DEMO, replicas) as router:
             outputs = await router.generate_all(prompts, TEN)
             streamed = [each async for each in router.generate(prompts[2], TEN)]
             async with aclosing(router.generate(prompts[2], TEN)) as left:

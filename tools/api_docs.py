@@ -12,6 +12,7 @@ MODULES = (
     "pagedkv",
     "pagedkv.ops",
     "pagedkv.engine",
+    "pagedkv.replicas",
     "pagedkv.torch",
     "pagedkv.compat.flash_attn",
     "pagedkv.compat.flash_attn_3",

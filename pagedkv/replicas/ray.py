@@ -19,12 +19,9 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 from pagedkv.checks import check_int
-from pagedkv.engine.build import read_default_params, read_model
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.requests.prompts import Prompt
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.engine.text.tokenizer import Tokenizer
-from pagedkv.models.hub import model_folder
 from pagedkv.optional import need
 
 from .replica import EngineReplica, Replica, ReplicaDied
@@ -142,8 +139,6 @@ def ray_router(
 ) -> Router:
     """A Router over so many RayReplicas. All machines need the model's folder, under the same path."""
     count = check_int("num_replicas", num_replicas, 1, 4096)
-    folder = model_folder(model, options.get("revision"))
-    tokenizer = Tokenizer(folder)
-    spec = read_model(folder, tokenizer, options.get("quantization"))
     replicas = [RayReplica(model, num_cpus=num_cpus, start_seconds=start_seconds, **options) for _ in range(count)]
-    return Router(replicas, tokenizer, spec.vocab_size, read_default_params(folder))
+    of_folder = {name: options[name] for name in ("revision", "quantization") if name in options}
+    return Router.of_model(model, replicas, **of_folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import reprlib
 import secrets
 import time
@@ -17,6 +18,7 @@ from heapq import nsmallest
 from types import TracebackType
 from typing import Any, Self
 
+from pagedkv.engine.build import read_default_params, read_model
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.requests.prompts import (
     Prompt,
@@ -30,6 +32,7 @@ from pagedkv.engine.requests.prompts import (
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.scheduling.sequence import private_salt
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
+from pagedkv.models.hub import model_folder
 
 from .prefixes import Life, spans_of
 from .replica import Replica, ReplicaDied
@@ -43,7 +46,8 @@ MAX_TRIES = 3  # replicas that one request may see die: it may be the cause
 class Router:
     """Serves requests by several replicas of one model. Use it in one event loop:
 
-        async with Router([EngineReplica("Qwen3-0.6B", device=f"cuda:{i}") for i in range(2)], ...) as router:
+        replicas = [EngineReplica("Qwen3-0.6B", device=f"cuda:{i}") for i in range(2)]
+        async with Router.of_model("Qwen3-0.6B", replicas) as router:
             outputs = await router.generate_all(prompts, SamplingParams(max_tokens=100))
 
     Args:
@@ -75,6 +79,22 @@ class Router:
         self._starting: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None  # why a replica could not be started again
         self._ids = map((secrets.token_hex(4) + "-{}").format, itertools.count())
+
+    @classmethod
+    def of_model(
+        cls,
+        model: str | os.PathLike[str],
+        replicas: SequenceOf[Replica],
+        *,
+        revision: str | None = None,
+        quantization: str | None = None,
+        table_tokens: int = 1 << 20,
+    ) -> Self:
+        """With the tokenizer, vocabulary and parameters of the model that the replicas have. Its weights are not read."""
+        folder = model_folder(model, revision)
+        tokenizer = Tokenizer(folder)
+        vocab_size = read_model(folder, tokenizer, quantization).vocab_size
+        return cls(replicas, tokenizer, vocab_size, read_default_params(folder), table_tokens=table_tokens)
 
     # --- requests
 

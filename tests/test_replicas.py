@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import write_model
+from rank_engine import children
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -30,6 +32,7 @@ from replicas_trace import RandomRouter, SimulatedReplica, VirtualLoop, simulate
 
 DEMO = Path(pagedkv.__file__).parent / "data" / "demo_model"
 OPTIONS = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_blocks": 400, "seed": 0}
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
@@ -291,6 +294,29 @@ def test_two_engines_answer_as_one():
         assert [each.num_cached_tokens for each in again] == [48, 0]
         with pytest.raises(TypeError, match="prompt is 'a', but a router without a tokenizer takes token ids"):
             await anext(Router(replicas).generate("a"))
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_rank_dies_is_made_again(tmp_path):
+    write_model(tmp_path, vocab_size=128, max_position_embeddings=128)
+
+    async def run():
+        replica = EngineReplica(tmp_path, tensor_parallel_size=2, **OPTIONS)
+        async with Router.of_model(tmp_path, [replica]) as router:
+            expected = await router.generate_all([[3] * 5] * 3, LONG)
+            begun = router.generate([3] * 5, LONG)
+            await anext(begun)
+            batch = asyncio.create_task(router.generate_all([[3] * 5] * 3, LONG))
+            await asyncio.sleep(0)
+            first, (rank,) = replica._engine, children()
+            os.kill(rank, signal.SIGKILL)
+            outputs = await batch
+            *_, last = [each async for each in begun]
+            assert replica._engine is not first and len(router._living) == 1
+        assert isinstance(last.error, ReplicaDied) and "rank 1" in str(last.error) and last.finished
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
+        assert all(each.error is None and len(each.token_ids) == 100 for each in outputs)
 
     asyncio.run(run())
 

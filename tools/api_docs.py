@@ -21,7 +21,7 @@ MODULES = (
     "pagedkv.compat.vllm_ops",
     "pagedkv.integrations.transformers",
 )
-NEED_NOTHING = MODULES[:3]  # beside what pip installs with pagedkv
+NEED_NOTHING = MODULES[:4]  # beside what pip installs with pagedkv
 
 
 def main() -> None:

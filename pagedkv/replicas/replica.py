@@ -70,23 +70,28 @@ class EngineReplica(Replica):
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0, salt: bytes = b""
     ) -> AsyncGenerator[RequestOutput, None]:
-        outputs: Any = self._living().generate(prompt, params, request_id, priority=priority, salt=salt)
+        engine = self._living()
+        outputs: Any = engine.generate(prompt, params, request_id, priority=priority, salt=salt)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.error is not None:  # perhaps that of the engine, which all of its requests get
-                    self._living()
+                    _check(engine)
                 yield output
 
     def _living(self) -> AsyncEngine:
         if self._engine is None:
             raise ReplicaDied("its engine has not been started")
-        try:
-            self._engine.health()
-        except RuntimeError as error:
-            raise ReplicaDied(str(error.__cause__ or error)) from error
+        _check(self._engine)
         return self._engine
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.close)
+
+
+def _check(engine: AsyncEngine) -> None:
+    try:
+        engine.health()
+    except RuntimeError as error:
+        raise ReplicaDied(str(error.__cause__ or error)) from error

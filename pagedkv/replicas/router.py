@@ -18,6 +18,7 @@ from heapq import nsmallest
 from types import TracebackType
 from typing import Any, Self
 
+from pagedkv.checks import check_int
 from pagedkv.engine.build import read_default_params, read_model
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedkv.engine.requests.prompts import (
@@ -74,7 +75,7 @@ class Router:
             raise ValueError("replicas is empty: at least one is needed")
         self._replicas, self._tokenizer, self._vocab_size = list(replicas), tokenizer, vocab_size
         self._default_params = default_params or SamplingParams()
-        self._table_tokens = table_tokens
+        self._table_tokens = check_int("table_tokens", table_tokens, 0)
         self._living: dict[Life, Replica] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None  # why a replica could not be started again
@@ -90,7 +91,7 @@ class Router:
         quantization: str | None = None,
         table_tokens: int = 1 << 20,
     ) -> Self:
-        """With the tokenizer, vocabulary and parameters of the model that the replicas have. Its weights are not read."""
+        """With the tokenizer, vocabulary and parameters of the replicas' model, whose weights are not read."""
         folder = model_folder(model, revision)
         tokenizer = Tokenizer(folder)
         vocab_size = read_model(folder, tokenizer, quantization).vocab_size
@@ -164,13 +165,14 @@ class Router:
                 async for output in self.generate(prompt, final, priority=priority, salt=salt):
                     outputs[number] = output
 
-        count = min(at_once or 256 * len(self._replicas), len(all_prompts))
-        workers = [asyncio.create_task(work()) for _ in range(count)]
+        count = 256 * len(self._replicas) if at_once is None else check_int("at_once", at_once, 1)
+        workers = [asyncio.create_task(work()) for _ in range(min(count, len(all_prompts)))]
         try:
             await asyncio.gather(*workers)
         finally:
             for each in workers:
                 each.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
         return outputs
 
     async def _encode(self, prompt: Prompt) -> tuple[Prompt, array[int]]:

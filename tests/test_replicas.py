@@ -252,6 +252,8 @@ def test_the_end_of_the_last_replica():
             router._replicas[0].can_start = False
             with pytest.raises(RuntimeError, match="no replica is left: the disk is gone"):
                 await router.generate_all([[666]], TEN)
+        with pytest.raises(RuntimeError, match="no replica is left: the router is closed"):
+            await router.generate_all([[1]], TEN)
         with pytest.raises(OSError, match="the disk is gone"):
             async with router:
                 pass
@@ -334,7 +336,12 @@ async def main(model):
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     prompts = [[1 + i % 9] * (1 + i % 20) for i in range(80)]
     options = dict(device="cpu", dtype="float32", block_size=4, num_blocks=400, max_num_seqs=4, seed=0)
-    async with ray_router(model, 2, **options) as router:
+    try:
+        async with ray_router(model, 3, start_seconds=1, **options):
+            pass
+    except RuntimeError as error:
+        print("=", "refused", str(error) == "no machine had {'CPU': 1} free within 1 s")
+    async with ray_router(model, 2, **options) as router:  # what had been reserved is free again
         first = await router.generate_all(prompts, params)
         life, replica = next(iter(router._living.items()))
         pid = await replica._actor.__ray_call__.remote(lambda self: os.getpid())
@@ -382,7 +389,7 @@ def test_a_ray_actor_is_killed_in_the_middle_of_a_batch():
     said = dict(line.split()[1:] for line in out.splitlines() if line.startswith("= "))  # Ray says more
     assert process.returncode == 0, err
     assert int(said.pop("running")) > 4  # as many as it computes at once, and more
-    assert said == dict.fromkeys(("died", "same", "complete", "prompts", "streamed", "restarted", "again"), "True"), err
+    assert said == dict.fromkeys(("died", "same", "complete", "prompts", "streamed", "restarted", "again", "refused"), "True"), err
 
 
 def test_without_ray_its_name_is_said():

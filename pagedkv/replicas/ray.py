@@ -83,8 +83,10 @@ class RayReplica(Replica):
     async def start(self) -> None:
         if self._group is None:
             self._group = placement_group([self._needs], strategy="STRICT_PACK")
-            if not await asyncio.to_thread(self._group.wait, self._start_seconds):
-                raise RuntimeError(f"no machine had {self._needs} free within {self._start_seconds} s")
+            try:
+                await asyncio.wait_for(self._group.ready(), self._start_seconds)
+            except TimeoutError:
+                raise RuntimeError(f"no machine had {self._needs} free within {self._start_seconds} s") from None
             self._actor = self._new_actor(self._group)
         with _deaths():
             await self._actor.start.options(max_task_retries=-1).remote()

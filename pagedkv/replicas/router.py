@@ -78,7 +78,7 @@ class Router:
         self._table_tokens = check_int("table_tokens", table_tokens, 0)
         self._living: dict[Life, Replica] = {}
         self._starting: set[asyncio.Task[None]] = set()
-        self._failure: Exception | None = None  # why a replica could not be started again
+        self._failure: Exception = RuntimeError("the router has not been entered")  # why there may be no replica
         self._ids = map((secrets.token_hex(4) + "-{}").format, itertools.count())
 
     @classmethod
@@ -247,7 +247,8 @@ class Router:
         self._living[Life(self._table_tokens)] = replica
 
     async def close(self) -> None:
-        """Ends all replicas. Their unfinished requests end with an error."""
+        """Ends all replicas. Their unfinished requests are aborted, or end with an error."""
+        self._failure = RuntimeError("the router is closed")
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 8  # replicas that are asked what they have of a prompt
 PATIENCE = 0.1  # seconds in which a replica answers that; of one that does not, an estimate counts
 # How many queued tokens one is worth that a replica has to compute for the request itself: others will wait for it, and
-# it takes a page from what is cached. Over 4 replicas of the trace in docs/parallel.md, 1, 2 and 4 find 18, 23 and 25 % of
-# the tokens, and the first token comes after 1.24, 0.97 and 0.83 s.
+# it takes a page from what is cached. Over 4 replicas of the trace in docs/parallel.md, 1, 2 and 4 find 18, 23 and 25 %
+# of the tokens, and the first token comes after 1.24, 0.97 and 0.83 s.
 OWN_TOKEN = 4
 MAX_TRIES = 3  # replicas that one request may see die: it may be the cause
 

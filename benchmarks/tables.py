@@ -18,7 +18,7 @@ WORTH = 0.01  # of a recorded row: what a special case must bring
 # Files of results/ that benchmarks write and nobody may have recorded yet: what is made of them waits for them.
 LATER = {
     "batch-sizes-cuda-0.6B", "batch-sizes-cuda-0.6B-fp8", "batch-sizes-cuda-8B", "growth-cuda", "queries-cuda",
-    "attention-random-cuda", "replicas_trace",
+    "attention-random-cuda",
 }  # fmt: skip
 
 

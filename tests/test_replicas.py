@@ -277,7 +277,7 @@ def test_two_engines_answer_as_one():
             await replicas[0].match(array("i"), b"")
         async with Router.of_model(DEMO, replicas) as router:
             outputs = await router.generate_all(prompts, TEN)
-            streamed = [each async for each in router.generate(prompts[2], TEN)]
+            streamed = [each async for each in router.generate(prompts[2], LONG)]  # a late reader gets several at once
             async with aclosing(router.generate(prompts[2], TEN)) as left:
                 await anext(left)
             again = await router.generate_all([[3] * 50, [3] * 50], [TEN, SamplingParams(max_tokens=1, prompt_logprobs=1)])
@@ -292,7 +292,7 @@ def test_two_engines_answer_as_one():
                     theirs.token_ids, theirs.text, theirs.prompt, theirs.prompt_token_ids, str(theirs.error)
                 )  # fmt: skip
         assert [len(each.token_ids) for each in streamed] == sorted(len(each.token_ids) for each in streamed)
-        assert streamed[-1].token_ids == expected[2].token_ids and len(streamed) > 1
+        assert streamed[-1].token_ids[:10] == expected[2].token_ids and len(streamed) > 1
         assert [each.num_cached_tokens for each in again] == [48, 0]
         with pytest.raises(TypeError, match="prompt is 'a', but a router without a tokenizer takes token ids"):
             await anext(Router(replicas).generate("a"))

@@ -27,6 +27,7 @@ COLOURS = {
     "pagedkv, no plan": "#5b76ad", "vLLM 0.26.0": "#e07b24", "nano-vllm": "#3f9c5a", "floor": "#9aa0a8",
     "FA3, page 16": "#e07b24", "FA3, page 256": "#c2504a", "FA3, contiguous": "#9b6ad1",
     "FlashInfer, page 16": "#3f9c5a",
+    "random": "#9aa0a8", "round robin": "#3f9c5a", "consistent hashing": "#e07b24",
 }  # fmt: skip
 OF_LINES = {"pagedkv, no plan": "#c2504a"}  # thin ones: two blues would be one
 MORE_COLOURS = ("#2f7de1", "#3f9c5a", "#9b6ad1", "#c2504a", "#74b3ff", "#5b76ad")  # of other lines, in turn
@@ -160,6 +161,20 @@ def growth() -> Plot:
     ])  # fmt: skip
 
 
+def replicas() -> Plot:
+    rows = recorded("replicas_trace")["rows"]
+    counts = list(dict.fromkeys(str(row["replicas"]) for row in rows))
+
+    def bars(value: Callable[[dict[str, Any]], float]) -> dict[str, list[float | None]]:
+        found = {(row["router"], str(row["replicas"])): value(row) for row in rows}
+        return {name: [found[name, n] for n in counts] for name in dict.fromkeys(row["router"] for row in rows)}
+
+    hits, balance = bars(lambda row: round(100 * row["hit_rate"], 1)), bars(lambda row: round(row["busiest_to_mean"], 2))
+    groups = [f"{n} replicas" if n != "1" else "1 replica" for n in counts]
+    return Plot(9.5, 3.2, [Panel("Tokens of prompts found in a cache", "%", groups, hits),
+                           Panel("Work of the busiest replica", "times the mean", groups, balance)])  # fmt: skip
+
+
 PLOTS: dict[str, Callable[[], Plot]] = {
     "decode": decode, "prefill": prefill, "engine": engine, "one": one, "concurrency": concurrency,
 }  # fmt: skip
@@ -167,6 +182,8 @@ if any(map(is_recorded, BATCH_SIZES)):
     PLOTS["batch_sizes"] = batch_sizes
 if is_recorded("growth-cuda"):
     PLOTS["growth"] = growth
+if is_recorded("replicas_trace"):
+    PLOTS["replicas"] = replicas
 
 
 # --- how

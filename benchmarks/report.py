@@ -18,7 +18,7 @@ import tables_random
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in (
-    "README.md", "docs/performance.md", "docs/integrations.md", "benchmarks/lab/FIGURES.md",
+    "README.md", "docs/performance.md", "docs/integrations.md", "docs/parallel.md", "benchmarks/lab/FIGURES.md",
 )]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "headline": tables.headline,
@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": tables.cpu,
     "cpu-engine": tables.cpu_engine,
     "cpu-headline": tables.cpu_headline,
+    "replicas": tables.replicas,
     "special-cases": tables.special_cases,
     "decode": attention.decode,
     "decode-heads": attention.decode_heads,

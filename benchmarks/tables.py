@@ -287,3 +287,17 @@ def special_cases() -> str:
         measured = f"{case['row']}: {case['without']:,} to {case['with']:,}" if "with" in case else case["row"]
         rows.append((case["case"], f"`{case['where']}`", measured, worth, verdict, source))
     return markdown("| special case | where | row: without it and with it | worth | 1 %? | notes |", rows)
+
+
+def replicas() -> str:
+    """A trace over simulated replicas, by router."""
+    rows = recorded("replicas_trace")["rows"]
+    cells = [
+        [
+            str(row["replicas"]), row["router"], f"{100 * row['hit_rate']:.1f} %", f"{row['busiest_to_mean']:.2f}",
+            f"{row['first_token_mean_s']:.2f}", f"{row['first_token_p99_s']:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = "| replicas | router | tokens found | busiest / mean | first token, mean (s) | p99 (s) |"
+    return f"{markdown(header, cells)}\n\n{provenance('replicas_trace')}"

@@ -180,8 +180,8 @@ ORDER = (
     "pagedkv.engine.structured_outputs", "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request",
     "pagedkv.engine.options", "pagedkv.engine.traffic", "pagedkv.engine.outputs", "pagedkv.engine.text",
     "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",
-    "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.compat", "pagedkv.integrations", "pagedkv.serve",
-    "pagedkv.cli", "pagedkv",
+    "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.replicas", "pagedkv.compat", "pagedkv.integrations",
+    "pagedkv.serve", "pagedkv.cli", "pagedkv",
 )  # fmt: skip
 # These show names of modules that stand below, and import them when a name is used first.
 FACADES = {"pagedkv", "pagedkv.engine", "pagedkv.ops"}

@@ -12,6 +12,7 @@ MODULES = (
     "pagedkv",
     "pagedkv.ops",
     "pagedkv.engine",
+    "pagedkv.replicas",
     "pagedkv.torch",
     "pagedkv.compat.flash_attn",
     "pagedkv.compat.flash_attn_3",
@@ -20,7 +21,7 @@ MODULES = (
     "pagedkv.compat.vllm_ops",
     "pagedkv.integrations.transformers",
 )
-NEED_NOTHING = MODULES[:3]  # beside what pip installs with pagedkv
+NEED_NOTHING = MODULES[:4]  # beside what pip installs with pagedkv
 
 
 def main() -> None:

@@ -276,10 +276,10 @@ class EngineCore:
         with self._lock:
             self._is_closed, self._death = True, error
         logger.critical("this %s can serve nothing any more", self._owner, exc_info=error)
+        self.take_messages()  # requests that have just come wait, too
         for request in self.book.requests:
             self.book.fail(request, error)
         self.book.close()
-        self.take_messages()
         self.book.wake_readers()
         if self.runner is not None:
             self.runner.close()

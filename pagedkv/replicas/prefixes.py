@@ -7,11 +7,16 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Container
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array  # before Python 3.12 it says nothing of what it holds
 SPAN = 64  # tokens of a span: several pages, of which nobody here needs to know the size
 
 
-def spans_of(token_ids: array[int], salt: bytes) -> list[bytes]:
+def spans_of(token_ids: Ids, salt: bytes) -> list[bytes]:
     """A digest for each whole span of a prompt and all that is before it. Every process computes the same."""
     tokens, digest, found = memoryview(token_ids).cast("B"), blake2b(blake2b(salt).digest(), digest_size=16), []
     size = SPAN * token_ids.itemsize

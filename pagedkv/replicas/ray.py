@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from array import array
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from pagedkv.engine.requests.prompts import Prompt
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.optional import need
 
+from .prefixes import Ids
 from .replica import EngineReplica, Replica, ReplicaDied
 from .router import Router
 
@@ -49,7 +49,7 @@ class _Actor:
             os._exit(1)
         await self._replica.start()
 
-    async def match(self, token_ids: array[int], salt: bytes) -> int:
+    async def match(self, token_ids: Ids, salt: bytes) -> int:
         return await self._replica.match(token_ids, salt)
 
     async def generate(self, *request: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -98,7 +98,7 @@ class RayReplica(Replica):
         }  # fmt: skip
         return ray.remote(_Actor).options(**options).remote(self._model, self._options)
 
-    async def match(self, token_ids: array[int], salt: bytes) -> int:
+    async def match(self, token_ids: Ids, salt: bytes) -> int:
         with _deaths():
             found: int = await self._actor.match.remote(token_ids, salt)
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -13,6 +12,8 @@ from pagedkv.engine.async_engine import AsyncEngine
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.requests.prompts import Prompt
 from pagedkv.engine.sampling_params import SamplingParams
+
+from .prefixes import Ids
 
 
 class ReplicaDied(RuntimeError):
@@ -26,7 +27,7 @@ class Replica(Protocol):
         """Returns once it can answer, for the first time or again after it died. Raises where it never will."""
         ...
 
-    async def match(self, token_ids: array[int], salt: bytes) -> int:
+    async def match(self, token_ids: Ids, salt: bytes) -> int:
         """How many tokens of a prompt need not be computed: they are in the prefix cache, or being computed."""
         ...
 
@@ -64,7 +65,7 @@ class EngineReplica(Replica):
         except ReplicaDied:
             return True
 
-    async def match(self, token_ids: array[int], salt: bytes) -> int:
+    async def match(self, token_ids: Ids, salt: bytes) -> int:
         return sum(self._living().engine.manager.match(token_ids, salt=salt))
 
     async def generate(

@@ -35,7 +35,7 @@ from pagedkv.engine.scheduling.sequence import private_salt
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.hub import model_folder
 
-from .prefixes import Life, spans_of
+from .prefixes import Ids, Life, spans_of
 from .replica import Replica, ReplicaDied
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Router:
             await asyncio.gather(*workers, return_exceptions=True)
         return outputs
 
-    async def _encode(self, prompt: Prompt) -> tuple[Prompt, array[int]]:
+    async def _encode(self, prompt: Prompt) -> tuple[Prompt, Ids]:
         """The prompt that is sent, with token ids, and these. A prompt that has none is sent as it is: the engine that
         gets it says what is wrong."""
         text, served = read_prompt("prompt", prompt)
@@ -194,7 +194,7 @@ class Router:
 
     # --- routing
 
-    async def _choose(self, ids: array[int], spans: list[bytes], salt: bytes) -> tuple[Life, int]:
+    async def _choose(self, ids: Ids, spans: list[bytes], salt: bytes) -> tuple[Life, int]:
         """A replica, and how many tokens of the prompt it has to compute."""
         while True:
             while not self._living:
@@ -213,7 +213,7 @@ class Router:
                 chosen = min(missing, key=lambda life: _cost(life, missing[life]))
                 return chosen, missing[chosen]
 
-    async def _ask(self, lives: list[Life], ids: array[int], salt: bytes) -> dict[Life, int]:
+    async def _ask(self, lives: list[Life], ids: Ids, salt: bytes) -> dict[Life, int]:
         """What each has of the prompt, of those that answer in time."""
         tasks = {asyncio.ensure_future(self._living[life].match(ids, salt)): life for life in lives}
         told = {}
@@ -281,7 +281,7 @@ def _cost(life: Life, missing: int) -> tuple[int, int]:
     return life.queued + OWN_TOKEN * missing, life.running
 
 
-def _failed(name: str, prompt: Any, ids: array[int], error: Exception, start: float) -> RequestOutput:
+def _failed(name: str, prompt: Any, ids: Ids, error: Exception, start: float) -> RequestOutput:
     """The last output of a request that cannot be repeated."""
     text = prompt["prompt"] if len(ids) else None
     answer = CompletionOutput(0, None, [], None, None, "error", None)

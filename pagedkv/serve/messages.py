@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from .message_input import messages_of
 from .parser import Event
 from .schema import ChatRequest, Generation
 from .server import Server
-from .sse import EVENTS, JSON, Reply, named_event
+from .sse import EVENTS, JSON, Reply, named_event, named_events
 from .turn import SWITCH, Turn, prepare
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -47,7 +46,7 @@ async def messages(server: Server, request: Request) -> Reply:
     answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
     writer = MessageWriter(turn, answers)
     if body.stream:
-        return Reply(_events(answers, writer), EVENTS, headers, _last)
+        return Reply(named_events(answers.pieces(), writer), EVENTS, headers, _last)
     return Reply(_whole(answers, writer), JSON, headers)
 
 
@@ -119,16 +118,6 @@ async def _whole(answers: Answers, writer: MessageWriter) -> AsyncGenerator[byte
     (piece,) = await answers.whole()
     writer.take(piece)
     yield msgspec.json.encode(writer.message())
-
-
-async def _events(answers: Answers, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
-    async with aclosing(answers.pieces()) as all_pieces:
-        async for pieces in all_pieces:
-            for piece in pieces:
-                writer.take(piece)
-            events, writer.events = writer.events, []
-            if events:
-                yield b"".join(map(named_event, events))
 
 
 def _last(error: ApiError | None) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +18,7 @@ from .parser import Event
 from .response_input import messages_of
 from .schema import ChatRequest, Generation
 from .server import Server
-from .sse import EVENTS, JSON, Reply, named_event
+from .sse import EVENTS, JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
 
 
@@ -44,7 +43,7 @@ async def responses(server: Server, request: Request) -> Reply:
     answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
-        return Reply(_events(answers, writer), EVENTS, headers, writer.last)
+        return Reply(named_events(answers.pieces(), writer), EVENTS, headers, writer.last)
     return Reply(_whole(answers, writer), JSON, headers)
 
 
@@ -88,16 +87,6 @@ async def _whole(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[byt
     (piece,) = await answers.whole()
     writer.take(piece)
     yield msgspec.json.encode(writer.response())
-
-
-async def _events(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
-    async with aclosing(answers.pieces()) as all_pieces:
-        async for pieces in all_pieces:
-            for piece in pieces:
-                writer.take(piece)
-            events, writer.events = writer.events, []
-            if events:
-                yield b"".join(map(named_event, events))
 
 
 class ResponseWriter:

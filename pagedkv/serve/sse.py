@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,6 +24,25 @@ def event(value: Any) -> bytes:
 def named_event(value: dict[str, Any]) -> bytes:
     """Of APIs whose events have names, which are the types of their values."""
     return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
+
+
+class EventWriter(Protocol):
+    """Makes events of pieces of an answer."""
+
+    events: list[dict[str, Any]]  # that have not been sent
+
+    def take(self, piece: Any) -> None: ...
+
+
+async def named_events(pieces: AsyncGenerator[list[Any], None], writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    """What the writer makes of all pieces that come at once, as one part."""
+    async with aclosing(pieces) as all_pieces:
+        async for some in all_pieces:
+            for piece in some:
+                writer.take(piece)
+            events, writer.events = writer.events, []
+            if events:
+                yield b"".join(map(named_event, events))
 
 
 def _last(error: ApiError | None) -> bytes:

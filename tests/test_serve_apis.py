@@ -13,7 +13,7 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
 
 import httpx
 from served import post, serving
-from tool_models import PERSON, SAID, THINKING, TOOLS, model_of, saying, write_tool_model
+from tool_models import CUSTOM, FUNCTIONS, HI, PERSON, SAID, THINKING, model_of, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.text.tokenizer import Tokenizer
@@ -23,9 +23,6 @@ from pagedkv.serve.model import ServedModel
 from pagedkv.serve.response_input import messages_of as chat_of_input
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
-HI = [{"role": "user", "content": "Hi"}]
-FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
-CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
 
 
 @pytest.fixture(scope="module")

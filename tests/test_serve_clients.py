@@ -13,15 +13,11 @@ for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx")
 
 import httpx
 from served import DEMO, ENGINE, TEMPLATE, post, serving
-from tool_models import CALL, PLAIN, SAID, TOOLS, saying, write_tool_model
+from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PLAIN, SAID, TOOLS, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
-
-HI = [{"role": "user", "content": "Hi"}]
-FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
-CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
 
 
 @pytest.fixture(scope="module")

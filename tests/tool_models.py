@@ -35,6 +35,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
 ]  # fmt: skip
+# The same as /v1/responses and /v1/messages have them.
+FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
+CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+HI = [{"role": "user", "content": "Hi"}]
 PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["age"], "additionalProperties": False}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
 

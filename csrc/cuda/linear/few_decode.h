@@ -52,13 +52,16 @@ __device__ static __forceinline__ void few_multiply_fp8(float (&sums)[EIGHTS][4]
     }
 }
 
-/* A value of int4 becomes the last bits of 128 (bfloat16) or 1,024 (float16), whose last bit is worth 1: one instruction
- * for two. That number and the zero are taken off the sums, times the sum of the inputs, which a product by ones gives. */
+/* A value of int4 becomes the last bits of a number, by one instruction for two. In bfloat16 that number is 128, whose last
+ * bit is worth 1. In float16 it is 0, whose last bit is worth 2^-24: nothing is added, so the sums lose no places to it.
+ * (bfloat16's last bit of 0 is worth 2^-133, too little for float32's sums.) 128 and the zero are taken off the sums,
+ * times the sum of the inputs, which a product by UNIT gives; the scale is divided by UNIT. */
 template <typename T>
 struct few_int4_numbers {
     static constexpr bool IS_F16 = std::is_same_v<T, __half>;
-    static constexpr int OFFSET = IS_F16 ? 1024 : 128;
-    static constexpr uint32_t OFFSET_BITS = IS_F16 ? 0x64006400 : 0x43004300, ONES = IS_F16 ? 0x3c003c00 : 0x3f803f80;
+    static constexpr int OFFSET = IS_F16 ? 0 : 128;
+    static constexpr uint32_t OFFSET_BITS = IS_F16 ? 0 : 0x43004300, UNIT_BITS = IS_F16 ? 0x00010001 : 0x3f803f80;
+    static constexpr float UNIT = IS_F16 ? 0x1p-24f : 1;
 
     __device__ static __forceinline__ uint32_t offset_bits()
     {
@@ -81,19 +84,19 @@ struct few_int4_numbers {
         return (word >> 4 * i & 0x000f000f) | offset;
 #endif
     }
-    /* The scale of a row's block, and its zero with the offset. */
+    /* The scale of a row's block, for sums in UNITs, and its zero with the offset. */
     __device__ static __forceinline__ float2 load_scale(const pk_weight &weight, int64_t scale_at, int64_t zero_at)
     {
         const uint16_t bits = ((const uint16_t *)weight.scales)[scale_at];
         const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
         const int zero = weight.zeros ? weight.zeros[zero_at] : PK_INT4_ZERO;
-        return {weight.scales_dtype == PK_F16 ? of_f16 : of_bf16, (float)(zero + OFFSET)};
+        return {(weight.scales_dtype == PK_F16 ? of_f16 : of_bf16) / UNIT, (float)(zero + OFFSET)};
     }
-    /* The sums of 8 inputs of each row, in all columns. */
+    /* The sums of 8 inputs of each row, in UNITs, in all columns. */
     __device__ static __forceinline__ void add_inputs(float (&sums)[4], const uint4 &x)
     {
-        mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {x.x, x.y});
-        mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {x.z, x.w});
+        mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.x, x.y});
+        mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.z, x.w});
     }
     /* A word of two rows of the weight, by the same 8 inputs of x: two chains of instructions. */
     template <int EIGHTS>

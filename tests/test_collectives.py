@@ -143,6 +143,24 @@ def test_all_gather(ranks, seed, shape, dtype):
     ranks(gather_columns, seed, shape, dtype)
 
 
+def gather_ints(comm, ints):
+    as_floats = ops.asarray(ints, device=comm.device).view(ints.shape, "float32")
+    return get(ops.all_gather(as_floats, comm).view((1, comm.size * ints.size), "int32"))
+
+
+def gather_bits(comm, seed):
+    rng = np.random.default_rng(seed)
+    parts = rng.integers(-(2**31), 2**31, (comm.size, 1, 77)).astype(np.int32)
+    parts[0, 0, :5] = 0, 1, 151_935, 0x7F800001, 0xFF800001 - 2**32  # small ones are denormal as floats; NaNs that signal
+    np.testing.assert_array_equal(gather_ints(comm, parts[comm.rank]), np.concatenate(parts, 1))
+    assert (gather_ints(comm, np.full((1, 3), -1, np.int32)) < 0).all()  # all bits ones may become another NaN, which stays negative
+
+
+def test_all_gather_keeps_bits(ranks, seed):
+    """Of token ids, too, that travel as floats."""
+    ranks(gather_bits, seed)
+
+
 def test_all_gather_piece_by_piece(ranks, seed):
     ranks(gather_columns, seed, MORE_THAN_A_BOX, "float32")
 

@@ -17,7 +17,7 @@
 #include "cuda/pack.h"
 
 enum { MAIL_SLOT = 256, MAIL_SLOTS = 512, MAIL_TURNS = 3, MAIL_THREADS = 512 };
-constexpr uint32_t PK_NO_MAIL = 0xffffffffu, PK_OTHER_NAN = 0x7fff7fffu;
+constexpr uint32_t PK_NO_MAIL = 0xffffffffu, PK_OTHER_NAN = 0xfffefffeu; /* negative as ints, too */
 constexpr uint32_t MAIL_IS_IN_USE = 4; /* beside a slot's turn: a kernel is at it */
 
 /* As a kernel gets it. */

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv import BlockManager, Event, Graph, Stream, Tensor, ops
+from pagedkv import BlockManager, Event, Graph, Stream, Tensor, empty, ops
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.ring import Kind
@@ -97,8 +97,7 @@ class ModelRunner:
         # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
         self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
         if comm is not None:
-            zeros = np.zeros((1, max_num_seqs), np.float32)
-            self._no_tokens, self._shared_tokens = (ops.asarray(zeros, device=device) for _ in range(2))
+            self._gathered_tokens = empty((1, comm.size * max_num_seqs), "float32", device)
         self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
@@ -297,12 +296,12 @@ class ModelRunner:
             return
         if self.team is not None:
             self.team.tell(Kind.TOKENS, (num_rows,))
-        # Ids are added as the float32s that their bits are, the first rank's to zeros, so that they stay what they are.
+        # Ids travel as the float32s that their bits are. -1, a row without a token, may become another negative one.
         tokens = self.sampler.sampled[:num_rows].view((1, num_rows), "float32")
-        if self.team is not None:
-            ops.all_reduce(tokens, self.comm, out=self._shared_tokens[:, :num_rows])
-        else:
-            ops.all_reduce(self._no_tokens[:, :num_rows], self.comm, out=tokens)
+        gathered = self._gathered_tokens[:, : self.comm.size * num_rows]
+        ops.all_gather(tokens, self.comm, out=gathered)
+        if self.team is None:
+            tokens.copy_(gathered[:, :num_rows])
 
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""

@@ -103,11 +103,11 @@ def draw_experts(rng, tokens, experts, chosen):
     return np.stack([rng.permutation(most)[:chosen] for _ in range(tokens)] or [np.zeros((0, chosen))]).reshape(-1, chosen).astype(np.int32)
 
 
-def make_case(rng, shape, dtype, is_summed):
+def make_case(rng, shape, dtype, is_summed, ids=None):
     tokens, experts, chosen, size, outputs = shape
     x = oracle.rounded(rng.standard_normal((tokens, chosen, size) if is_summed else (tokens, size)), dtype)
     weight = oracle.rounded(rng.standard_normal((experts, outputs, size)) / max(size, 1) ** 0.5, dtype)
-    ids = draw_experts(rng, tokens, experts, chosen)
+    ids = draw_experts(rng, tokens, experts, chosen) if ids is None else ids
     weight[np.setdiff1d(np.arange(experts), ids)] = np.nan  # what nobody has is not read into any result
     return x, weight, ids, rng.random((tokens, chosen)).astype(np.float32)
 
@@ -151,6 +151,19 @@ def test_random_shapes(rng, device, dtype, case):
     shape = tokens, experts, chosen, step * int(rng.integers(1, 40)), 2 * step * int(rng.integers(1, 20))
     test_products_of_pairs(rng, device, dtype, bool(case % 2), shape)
     test_sums_over_a_tokens_experts(rng, device, dtype, bool(case % 2), shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [7, 130, 1000])
+def test_many_experts_of_which_few_have_most_tokens(rng, device, dtype, tokens):
+    ids = np.stack([rng.permutation(1024)[:3] for _ in range(tokens)]).astype(np.int32)
+    ids[rng.random(tokens) < 0.6, 1] = 1023
+    ids[rng.random(tokens) < 0.3, 2] = 1  # an expert may come twice
+    shape = (tokens, 1024, 3, 40, 24)
+    x, weight, _, weights = make_case(rng, shape, dtype, True, ids)
+    there, tolerance = (put(weight, device, dtype), put(ids, device)), 2 * oracle.tolerance(dtype)
+    out = ops.expert_linear(put(x, device, dtype), *there, weights=put(weights, device))
+    np.testing.assert_allclose(get(out), oracle.expert_linear(x, weight, ids, weights), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

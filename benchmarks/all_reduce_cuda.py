@@ -29,7 +29,7 @@ REPLAYS = 9
 def timed(comm: ops.Communicator, rows: int, width: int, fused: bool) -> float:
     """Microseconds of a call."""
     calls = 200 if rows <= 512 else 20
-    stream, graph = Stream(comm.device), Graph(comm.device)
+    stream, graph = Stream(comm.device), Graph()
     x, out = (empty((rows, width), "bfloat16", comm.device) for _ in range(2))
     ones = asarray(np.ones((rows, width), np.float32), "bfloat16", comm.device)
     squares = empty((rows, 1), "float32", comm.device)
@@ -37,7 +37,7 @@ def timed(comm: ops.Communicator, rows: int, width: int, fused: bool) -> float:
     with stream:
         x.copy_(ones)
         ops.all_reduce(x, comm, out=out, **options)  # what is loaded at the first use
-        with graph.capture():
+        with graph.capture(stream):
             for _ in range(calls):
                 ops.all_reduce(x, comm, out=out, **options)
         times = []

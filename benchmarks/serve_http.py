@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+from http_clients import ask
 from record import add_record_option, record_run
 
 import pagedkv
@@ -46,7 +47,6 @@ from pagedkv.serve.lifecycle import bind
 from pagedkv.serve.remote import Facts
 
 DEMO = Path(pagedkv.__file__).parent / "data" / "demo_model"
-CLIENTS = Path(__file__).parent / "http_clients.py"
 STREAMS, RATE, NUM_TOKENS = 256, 27_000, 300
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -54,19 +54,6 @@ TICK = os.sysconf("SC_CLK_TCK")
 def cpu_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
-
-
-def ask(address: tuple[str, int], bodies: list[dict], num_processes: int, **how) -> list[dict]:
-    """All streams of all client processes."""
-    command = [sys.executable, str(CLIENTS)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(num_processes)]
-    for i, process in enumerate(processes):
-        process.stdin.write(json.dumps({"address": address, "bodies": bodies[i::num_processes], **how}))
-        process.stdin.close()
-    results = [json.loads(process.stdout.read()) for process in processes]
-    if any(process.wait() for process in processes):
-        raise RuntimeError("a client failed")
-    return [stream for result in results for stream in result["streams"]]
 
 
 # --- front: a stand-in for the engine

@@ -80,18 +80,19 @@ class GrammarMask:
 
     def __init__(self, compiled: Any, vocab_size: int, end_ids: list[int]) -> None:
         self._compiled, self._num_words, self._end_ids = compiled, -(-vocab_size // 32), end_ids
-        self._matchers: WeakKeyDictionary[Any, tuple[Any, list[int]]] = WeakKeyDictionary()
+        self._matchers: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()  # and how many tokens it has
 
     def __call__(self, request: Any, tokens: list[int]) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits."""
-        matcher, seen = self._matchers.get(request, (None, []))
-        if matcher is None or tokens[: len(seen)] != seen:
-            matcher, seen = load("xgrammar").GrammarMatcher(self._compiled), []
-        self._matchers.pop(request, None)  # if a token is refused, the matcher is between two states
-        for token in tokens[len(seen) :]:
+        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits. Those of a request only grow: each is
+        read once."""
+        matcher, count = self._matchers.pop(request, (None, 0))  # if a token is refused, it is between two states
+        if matcher is None:
+            matcher = load("xgrammar").GrammarMatcher(self._compiled)
+        for i in range(count, len(tokens)):
+            token = tokens[i]
             if not matcher.is_terminated() and not matcher.accept_token(token):
                 raise ValueError(f"token {token} does not follow the grammar: another option has forced it")
-        self._matchers[request] = matcher, list(tokens)
+        self._matchers[request] = matcher, len(tokens)
         bits = np.zeros((1, self._num_words), np.int32)
         if matcher.is_terminated():  # with ignore_eos the answer goes on
             for token in self._end_ids:

@@ -22,7 +22,7 @@ SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to 
 """
 TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
 REASONING_PARSERS = "auto", "qwen3", "none"
-PACKAGES = "starlette", "uvicorn", "msgspec", "prometheus_client"
+PACKAGES = "starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"
 
 
 def add(commands: Commands) -> None:

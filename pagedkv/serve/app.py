@@ -92,4 +92,5 @@ def make_app(
         middleware=middleware,
         exception_handlers={ApiError: show_api_error, HTTPException: show_http_error, Exception: show_failure},
     )
+    app.router.redirect_slashes = False  # to the address that a proxy asked for, which is none of the client's
     return Outermost(app, AccessLog() if access_log else None)

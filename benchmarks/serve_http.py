@@ -42,6 +42,7 @@ from pagedkv.engine.requests.request import Update
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.serve import children, wire
 from pagedkv.serve.front_end import READY, STOP, Options
+from pagedkv.serve.gate import shared_counts
 from pagedkv.serve.host import EngineHost
 from pagedkv.serve.lifecycle import bind
 from pagedkv.serve.remote import Facts
@@ -109,7 +110,9 @@ async def start_front_end(host: EngineHost, control: socket.socket) -> tuple:
     ours, theirs = socket.socketpair()
     engine, engine_end = socket.socketpair()
     listener = bind("127.0.0.1", 0)
-    process = await children.start("pagedkv.serve.front_end", theirs.fileno(), engine_end.fileno(), listener.fileno())
+    with shared_counts(1) as counts:
+        descriptors = (each.fileno() for each in (theirs, engine_end, listener, counts))
+        process = await children.start("pagedkv.serve.front_end", *descriptors)
     socket.send_fds(control, [b"+"], [engine.fileno()])
     for each in (theirs, engine, engine_end):
         each.close()

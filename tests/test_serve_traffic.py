@@ -25,7 +25,8 @@ from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, m
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
-from pagedkv.serve.answers import Answers, Gate
+from pagedkv.serve.answers import Answers
+from pagedkv.serve.gate import Gate
 
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
 

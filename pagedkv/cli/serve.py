@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         names, chat_template=template, adapters=adapters, tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         limits={
-            "max_body_size": args.max_body_size, "max_answers": -(-args.max_answers // count),
+            "max_body_size": args.max_body_size, "max_answers": args.max_answers,
             "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
         },
         app={

@@ -83,8 +83,8 @@ class GrammarMask:
         self._matchers: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()  # and how many tokens it has
 
     def __call__(self, request: Any, tokens: list[int]) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits. Those of a request only grow: each is
-        read once."""
+        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits. Those of a request only become
+        more: each is read once."""
         matcher, count = self._matchers.pop(request, (None, 0))  # if a token is refused, it is between two states
         if matcher is None:
             matcher = load("xgrammar").GrammarMatcher(self._compiled)

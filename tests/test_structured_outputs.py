@@ -19,7 +19,7 @@ from pagedkv.engine import StructuredOutputsParams
 from pagedkv.engine.sampling.grammars import GrammarMask
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
-PIECES = [*'{}[]":,.-+ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz", '": ', ', "', '{"', "true", "false", "null", "ab", '"name"', "12"]
+PIECES = [*'{}[]":,.-+ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz", '": ', ', "', '{"', "true", "false", "null", "ab", '"name"', "12", "\t", "\x01"]
 END = len(PIECES)
 SCHEMA = {
     "type": "object",
@@ -56,6 +56,18 @@ def test_json_schema(folder, device, seed):
         assert list(value) == ["name", "age", "tags", "ok"] and len(value["name"]) <= 12 and 0 <= value["age"] <= 9999
         assert set(value["tags"]) <= {"a", "bc"} and len(value["tags"]) <= 3 and isinstance(value["ok"], bool)
     assert len(set(texts)) > 15
+
+
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_strings_with_bounds_are_json(folder, kind, seed):
+    """Control characters would not be."""
+    schema = {"type": "string", "minLength": 5, "maxLength": 20}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    shape = StructuredOutputsParams(**{kind: schema if kind == "json" else tag})
+    with LLM(folder, device="cpu", block_size=4, num_blocks=500) as llm:
+        params = [SamplingParams(temperature=2, seed=seed + i, max_tokens=60, structured_outputs=shape) for i in range(16)]
+        texts = [output.text for output in llm.generate(["abc"] * 16, params, use_tqdm=False)]
+    assert all(5 <= len(json.loads(text)) <= 20 for text in texts)
 
 
 def test_regex_beside_requests_without(folder, device):

@@ -19,6 +19,8 @@ from ..structured_outputs import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 
 MAX_CACHE = 1 << 28  # bytes of compiled grammars
+# What xgrammar 0.2 lets into strings with minLength or maxLength, and what JSON does.
+BOUNDED, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # in xgrammar's sources
 
 
@@ -44,7 +46,9 @@ class Grammars:
         text: Any = getattr(params, kind)
         spaced = {"any_whitespace": not params.disable_any_whitespace}
         try:
-            if kind == "json":
+            if kind in ("json", "structural_tag") and ("minLength" in text or "maxLength" in text):
+                compiled = compiler.compile_grammar(_strict(kind, text, spaced))
+            elif kind == "json":
                 compiled = compiler.compile_json_schema(text, **spaced)
             elif kind == "json_object":
                 compiled = compiler.compile_json_schema('{"type": "object"}', **spaced)
@@ -100,6 +104,13 @@ class GrammarMask:
         else:
             matcher.fill_next_token_bitmask(bits)
         return bits.reshape(-1)
+
+
+def _strict(kind: str, text: str, spaced: dict[str, bool]) -> Any:
+    """The grammar of a schema or structural tag, without control characters in strings."""
+    grammar = load("xgrammar").Grammar
+    made = grammar.from_json_schema(text, **spaced) if kind == "json" else grammar.from_structural_tag(text)
+    return grammar.from_ebnf(str(made).replace(BOUNDED, STRICT))
 
 
 def _quoted(text: str) -> str:

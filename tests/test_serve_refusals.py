@@ -147,8 +147,11 @@ def test_keys_origins_and_sizes():
         for key in ("one", "two"):
             answer = http.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.json()["choices"][0]["text"] == "012"
-        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
         key = {"authorization": "Bearer one"}
+        told = http.post(COMPLETIONS, json=body | {"user": "me"}, headers=key | {"origin": "https://here.example", "x-request-id": "7"}).headers
+        assert told["x-request-id"] == "7" and "user" in told["x-pagedkv-warning"]
+        assert set(told["access-control-expose-headers"].split(", ")) == {"x-request-id", "x-pagedkv-warning", "retry-after"}
+        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
         large = http.post(COMPLETIONS, json={"prompt": "1" * 1000}, headers=key)
         assert large.status_code == 413 and "1,000 bytes" in large.json()["error"]["message"]
         asked = {"origin": "https://here.example", "access-control-request-method": "POST"}

@@ -1,15 +1,18 @@
-"""Clients of serve_http.py, in a process of their own: raw sockets, which cost less than what they measure.
+"""Clients of serve_http.py and serve_load.py, in a process of their own: raw sockets, which cost less than what they
+measure.
 
 A JSON object comes from stdin: address ([host, port]); bodies, of POST /v1/completions, a connection each; `wait`, the
-seconds until all are sent at once; `in_turn`: each when the one before has ended; `gaps`: the seconds between chunks are
-reported. A JSON object goes to stdout:
-for each stream the seconds until its first chunk and its end, and how many tokens, chunks and reads there were.
+seconds until all are sent at once; `at`: when each is sent instead, in seconds after that, from which its times count;
+`in_turn`: each when the one before has ended; `gaps`: the seconds between chunks are reported. A JSON object goes to
+stdout: for each stream the seconds until its first chunk and its end, and how many tokens, chunks and reads there were.
+ask() starts such processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 
@@ -27,8 +30,8 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport) -> None:
         self.transport = transport
 
-    def start(self) -> None:
-        self.begin = time.perf_counter()
+    def start(self, due: float | None) -> None:
+        self.begin = time.perf_counter() if due is None else due
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
@@ -57,6 +60,19 @@ class Stream(asyncio.Protocol):
                 "chunks": self.num_chunks, "reads": self.num_reads, "gaps": gaps}  # fmt: skip
 
 
+def ask(address: tuple[str, int], bodies: list[dict], num_processes: int, **how) -> list[dict]:
+    """All streams of all client processes."""
+    command = [sys.executable, __file__]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(num_processes)]
+    for i, process in enumerate(processes):
+        process.stdin.write(json.dumps({"address": address, "bodies": bodies[i::num_processes], **how}))
+        process.stdin.close()
+    results = [json.loads(process.stdout.read()) for process in processes]
+    if any(process.wait() for process in processes):
+        raise RuntimeError("a client failed")
+    return [stream for result in results for stream in result["streams"]]
+
+
 async def main() -> None:
     work = json.load(sys.stdin)
     loop = asyncio.get_running_loop()
@@ -64,8 +80,10 @@ async def main() -> None:
     await asyncio.gather(*(loop.create_connection(lambda each=each: each, *work["address"]) for each in streams))
     await asyncio.sleep(work.get("wait", 0.5))
     start = time.perf_counter()
-    for each in streams:
-        each.start()
+    for each, seconds in zip(streams, work.get("at") or [None] * len(streams), strict=True):
+        if seconds is not None:
+            await asyncio.sleep(max(start + seconds - time.perf_counter(), 0))
+        each.start(None if seconds is None else start + seconds)
         if work.get("in_turn", False):
             await each.done
     await asyncio.gather(*(each.done for each in streams))

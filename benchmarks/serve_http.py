@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+from http_clients import ask
 from record import add_record_option, record_run
 
 import pagedkv
@@ -41,12 +42,12 @@ from pagedkv.engine.requests.request import Update
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.serve import children, wire
 from pagedkv.serve.front_end import READY, STOP, Options
+from pagedkv.serve.gate import shared_counts
 from pagedkv.serve.host import EngineHost
 from pagedkv.serve.lifecycle import bind
 from pagedkv.serve.remote import Facts
 
 DEMO = Path(pagedkv.__file__).parent / "data" / "demo_model"
-CLIENTS = Path(__file__).parent / "http_clients.py"
 STREAMS, RATE, NUM_TOKENS = 256, 27_000, 300
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -54,19 +55,6 @@ TICK = os.sysconf("SC_CLK_TCK")
 def cpu_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
-
-
-def ask(address: tuple[str, int], bodies: list[dict], num_processes: int, **how) -> list[dict]:
-    """All streams of all client processes."""
-    command = [sys.executable, str(CLIENTS)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(num_processes)]
-    for i, process in enumerate(processes):
-        process.stdin.write(json.dumps({"address": address, "bodies": bodies[i::num_processes], **how}))
-        process.stdin.close()
-    results = [json.loads(process.stdout.read()) for process in processes]
-    if any(process.wait() for process in processes):
-        raise RuntimeError("a client failed")
-    return [stream for result in results for stream in result["streams"]]
 
 
 # --- front: a stand-in for the engine
@@ -122,7 +110,9 @@ async def start_front_end(host: EngineHost, control: socket.socket) -> tuple:
     ours, theirs = socket.socketpair()
     engine, engine_end = socket.socketpair()
     listener = bind("127.0.0.1", 0)
-    process = await children.start("pagedkv.serve.front_end", theirs.fileno(), engine_end.fileno(), listener.fileno())
+    with shared_counts(1) as counts:
+        descriptors = (each.fileno() for each in (theirs, engine_end, listener, counts))
+        process = await children.start("pagedkv.serve.front_end", *descriptors)
     socket.send_fds(control, [b"+"], [engine.fileno()])
     for each in (theirs, engine, engine_end):
         each.close()

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `serve`")
 
 from served import DEMO, ENGINE

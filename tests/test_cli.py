@@ -194,7 +194,7 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, tmp_path):
 
 
 def test_an_address_that_is_in_use(capsys, tmp_path):
-    for package in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
+    for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"):
         pytest.importorskip(package, reason="the extra `serve`")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = main(capsys, "serve", str(tmp_path), "--port", str(taken.getsockname()[1]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "xgrammar"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "xgrammar"):
     pytest.importorskip(package, reason="the extras `serve` and `grammar`")
 
 from fuzz_serve import run

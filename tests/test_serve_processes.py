@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
@@ -255,6 +255,29 @@ def is_cut(parts, seconds: float = 0.5) -> bool:
     except httpx.RemoteProtocolError:
         return True
     return False
+
+
+def test_answers_are_counted_over_all_front_ends(folder):
+    """Whichever has taken the connections; and those of one that is killed are not."""
+    with server(folder, "--front-ends", "3", "--max-answers", "7") as processes, httpx.Client(base_url=processes.url) as http:
+
+        def status(count):
+            return http.post(COMPLETIONS, json={"prompt": ["1+1="] * count, "max_tokens": 1}).status_code
+
+        streams = start_streams(processes, 6)
+        assert [status(count) for count in (8, 2, 1)] == [400, 429, 200]
+        os.kill(max(processes.of(FRONT_END), key=descriptors), signal.SIGKILL)
+        num_left = 6 - sum(is_cut(parts) for _, parts in streams)
+        assert 0 <= num_left < 6
+        http.close()
+
+        with httpx.Client(base_url=processes.url) as other:
+            wait_for(lambda: other.post(COMPLETIONS, json={"prompt": ["1+1="] * (7 - num_left), "max_tokens": 1}).status_code == 200)
+            assert other.post(COMPLETIONS, json={"prompt": ["1+1="] * (8 - num_left), "max_tokens": 1}).status_code in (400, 429)
+        for response, _ in streams:
+            response.close()
+        wait_for(lambda: processes.figure("vllm:num_requests_running") == 0)
+        stop(processes)
 
 
 def test_a_front_end_that_is_killed(folder):

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
@@ -48,6 +51,8 @@ REFUSED = [
     (COMPLETIONS, {"prompt": ["1+1=", ""]}, None, "the prompt is empty"),
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": [{"content": "1"}]}, None, "role is None"),
+    (CHAT, {"messages": [{"role": "user", "content": {"type": "text", "text": "1"}}]}, "messages", "messages[0]: content is of type 'dict'"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages", "messages[1]: content is of type 'int'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, "only text"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "tools[0] has no function"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format", "must be one of text, json_object, json_schema"),
@@ -77,7 +82,18 @@ def test_bodies_that_are_no_requests(http):
         assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
 
 
+def test_a_prompt_that_is_too_long_has_a_code(http):
+    """Agents shorten their prompts when they see it."""
+    for path, body in ((COMPLETIONS, {"prompt": "1" * 128}), (CHAT, {"messages": [{"role": "user", "content": "1" * 200}]})):
+        error = post(http, path, 400, **body)["error"]
+        assert error["code"] == "context_length_exceeded" and "max_model_len=128" in error["message"]
+    assert post(http, COMPLETIONS, 400, prompt="")["error"]["code"] is None
+    body = {"messages": [{"role": "user", "content": "1" * 200}], "max_tokens": 3}
+    assert post(http, "/v1/messages", 400, **body)["error"]["message"].startswith("prompt is too long: 200 prompt tokens")
+
+
 def test_other_paths_models_and_methods(http):
+    assert post(http, COMPLETIONS + "/", 404, prompt="1")["error"]["type"] == "not_found_error"  # no redirect
     assert post(http, COMPLETIONS, 404, prompt="1", model="gpt")["error"]["code"] == "model_not_found"
     assert post(http, COMPLETIONS, prompt="1+1=", model="demo")["model"] == "demo"
     assert post(http, "/v1/nothing", 404)["error"]["type"] == "not_found_error"
@@ -95,6 +111,32 @@ def test_fields_without_effect_are_told(http):
     assert "x-pagedkv-warning" not in http.post(CHAT, json={"messages": MESSAGES} | nothing).headers
 
 
+@pytest.mark.parametrize("start", [
+    b"GET /version HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nname: ", b"GET /",
+    b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nname: ",  # after the body
+    b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2;",
+])  # fmt: skip
+def test_a_head_without_end(start):
+    """Takes no memory: the connection ends, whether it is one long header or many."""
+    header = b"a" * 4096 if start.endswith((b" ", b"/", b";")) else b"name: " + b"a" * 4088 + b"\r\n"
+    with serving(CountingClient(), model_of()) as (url, _):
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(start)
+            with pytest.raises(ConnectionError):
+                for _ in range(4096):  # 16 MiB
+                    client.sendall(header)
+                    time.sleep(0)
+
+
+def test_a_large_head_and_a_body_in_small_parts(http):
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=20) as client:
+        body = b'{"prompt": "1+1="' + b" " * 20_000 + b"}"
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nname: " + b"a" * 50_000 + b"\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_keys_origins_and_sizes():
     options = {"api_keys": ["one", "two"], "origins": ["https://here.example"], "max_body_size": 1000}
     with serving(CountingClient(), model_of(), **options) as (url, _), httpx.Client(base_url=url) as http:
@@ -105,8 +147,11 @@ def test_keys_origins_and_sizes():
         for key in ("one", "two"):
             answer = http.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.json()["choices"][0]["text"] == "012"
-        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
         key = {"authorization": "Bearer one"}
+        told = http.post(COMPLETIONS, json=body | {"user": "me"}, headers=key | {"origin": "https://here.example", "x-request-id": "7"}).headers
+        assert told["x-request-id"] == "7" and "user" in told["x-pagedkv-warning"]
+        assert set(told["access-control-expose-headers"].split(", ")) == {"x-request-id", "x-pagedkv-warning", "retry-after"}
+        assert [http.get(path).status_code for path in ("/health", "/metrics", "/version", "/v1/models")] == [200, 200, 200, 401]
         large = http.post(COMPLETIONS, json={"prompt": "1" * 1000}, headers=key)
         assert large.status_code == 413 and "1,000 bytes" in large.json()["error"]["message"]
         asked = {"origin": "https://here.example", "access-control-request-method": "POST"}

@@ -14,7 +14,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 from checkpoints import write_model

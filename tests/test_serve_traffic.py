@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
@@ -25,7 +25,8 @@ from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, m
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
-from pagedkv.serve.answers import Answers, Gate
+from pagedkv.serve.answers import Answers
+from pagedkv.serve.gate import Gate
 
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
 

@@ -16,9 +16,10 @@ from pagedkv import LLM, SamplingParams
 
 pytest.importorskip("xgrammar")
 from pagedkv.engine import StructuredOutputsParams
+from pagedkv.engine.sampling.grammars import GrammarMask
 
 DEMO_MODEL = Path(pagedkv.__file__).parent / "data" / "demo_model"
-PIECES = [*'{}[]":,.-+ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz", '": ', ', "', '{"', "true", "false", "null", "ab", '"name"', "12"]
+PIECES = [*'{}[]":,.-+ ', *"0123456789", *"abcdefghijklmnopqrstuvwxyz", '": ', ', "', '{"', "true", "false", "null", "ab", '"name"', "12", "\t", "\x01"]
 END = len(PIECES)
 SCHEMA = {
     "type": "object",
@@ -55,6 +56,18 @@ def test_json_schema(folder, device, seed):
         assert list(value) == ["name", "age", "tags", "ok"] and len(value["name"]) <= 12 and 0 <= value["age"] <= 9999
         assert set(value["tags"]) <= {"a", "bc"} and len(value["tags"]) <= 3 and isinstance(value["ok"], bool)
     assert len(set(texts)) > 15
+
+
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_strings_with_bounds_are_json(folder, kind, seed):
+    """Control characters would not be."""
+    schema = {"type": "string", "minLength": 5, "maxLength": 20}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    shape = StructuredOutputsParams(**{kind: schema if kind == "json" else tag})
+    with LLM(folder, device="cpu", block_size=4, num_blocks=500) as llm:
+        params = [SamplingParams(temperature=2, seed=seed + i, max_tokens=60, structured_outputs=shape) for i in range(16)]
+        texts = [output.text for output in llm.generate(["abc"] * 16, params, use_tqdm=False)]
+    assert all(5 <= len(json.loads(text)) <= 20 for text in texts)
 
 
 def test_regex_beside_requests_without(folder, device):
@@ -106,6 +119,39 @@ def test_after_the_end_nothing_but_ends(folder):
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="ab"))
         output = llm.generate(["x"], params, use_tqdm=False)[0]
     assert output.text == "ab" and set(output.token_ids[-5:]) <= {END, END + 1}
+
+
+class Counted(list):
+    """Counts the elements that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+def test_each_token_is_read_once(folder, monkeypatch):
+    """A mask costs the same for the last token of a long answer as for the first."""
+    given = []
+
+    def ask(mask, request, tokens):
+        tokens = Counted(tokens)
+        bits = call(mask, request, tokens)
+        given.append((len(tokens), tokens.num_read))
+        return bits
+
+    call = GrammarMask.__call__
+    monkeypatch.setattr(GrammarMask, "__call__", ask)
+    with LLM(folder, device="cpu", block_size=4, num_blocks=500) as llm:
+        params = SamplingParams(max_tokens=100, min_tokens=100, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+        llm.generate(["abc"], params, use_tqdm=False)
+    assert given == [(i, min(i, 1)) for i in range(100)]
 
 
 def test_errors(folder, tmp_path):

@@ -22,7 +22,7 @@ SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to 
 """
 TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
 REASONING_PARSERS = "auto", "qwen3", "none"
-PACKAGES = "starlette", "uvicorn", "msgspec", "prometheus_client"
+PACKAGES = "starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"
 
 
 def add(commands: Commands) -> None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         names, chat_template=template, adapters=adapters, tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         limits={
-            "max_body_size": args.max_body_size, "max_answers": -(-args.max_answers // count),
+            "max_body_size": args.max_body_size, "max_answers": args.max_answers,
             "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
         },
         app={

@@ -14,6 +14,7 @@ from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 
 from .errors import ApiError, of_engine, of_request
+from .gate import Gate
 
 Stream = AsyncIterator[RequestOutput]
 
@@ -29,23 +30,6 @@ class Piece:
     logprobs: list[dict[int, float]]
     finish_reason: str | None
     stop_reason: int | str | None
-
-
-class Gate:
-    """Bounds how many answers are given or wait at a time."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.num_inside = size, 0
-
-    def enter(self, count: int) -> None:
-        if count > self.size:
-            raise ApiError(400, f"the request asks for {count} answers, and the server takes {self.size} at a time")
-        if self.num_inside + count > self.size:
-            raise ApiError(429, f"the server has {self.num_inside} answers to give; it takes {self.size} at a time")
-        self.num_inside += count
-
-    def leave(self, count: int) -> None:
-        self.num_inside -= count
 
 
 class Answers:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 import pagedkv
 
-from .around import AccessLog, Keys, Outermost
+from .around import REQUEST_ID, AccessLog, Keys, Outermost
 from .chat import chat
 from .completions import completions
 from .embeddings import detokenize, embeddings, tokenize
@@ -23,7 +23,7 @@ from .errors import ApiError, json_response, show_api_error, show_failure, show_
 from .messages import count_tokens, messages
 from .page import Page
 from .responses import responses
-from .server import Server
+from .server import WARNING, Server
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Server, Request], Awaitable[Any]]
@@ -82,9 +82,9 @@ def make_app(
 
     routes, middleware = [*ROUTES, *(Page().routes if with_page else ())], []
     if origins:
-        middleware.append(
-            Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-        )
+        shown = [REQUEST_ID.decode(), WARNING, "retry-after"]  # to scripts, which see few headers otherwise
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": shown}
+        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins), **allowed))
     if api_keys:
         middleware.append(Middleware(Keys, keys=api_keys))
     app = Starlette(
@@ -92,4 +92,5 @@ def make_app(
         middleware=middleware,
         exception_handlers={ApiError: show_api_error, HTTPException: show_http_error, Exception: show_failure},
     )
+    app.router.redirect_slashes = False  # to the address that a proxy asked for, which is none of the client's
     return Outermost(app, AccessLog() if access_log else None)

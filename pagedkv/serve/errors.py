@@ -26,6 +26,9 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
+TOO_LONG = "context_length_exceeded"  # agents know OpenAI's code, and shorten
+
+
 class ApiError(Exception):
     """What a client is told instead of an answer.
 
@@ -42,7 +45,9 @@ class ApiError(Exception):
 
     def anthropic_body(self) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": None}
+        # Agents know Anthropic's own words, and shorten.
+        text = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 
     def response(self, path: str) -> Response:
         """In the form of the API that the path belongs to."""
@@ -59,7 +64,8 @@ def of_request(error: Exception) -> ApiError:
     """Of what checks say of a request: their messages begin with the name of an argument, and its value follows."""
     message = str(error) or type(error).__name__
     named = re.match(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)* (is|holds|has) ", message)
-    return ApiError(400, message, param=named[1] if named else None)
+    code = TOO_LONG if "exceed max_model_len" in message else None
+    return ApiError(400, message, param=named[1] if named else None, code=code)
 
 
 def of_engine(error: Exception) -> ApiError:

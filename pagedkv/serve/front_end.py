@@ -1,8 +1,9 @@
 """A front end: the HTTP server in a process of its own, over the socket of an engine's process.
 
-    python -m pagedkv.serve.front_end CONTROL ENGINE LISTENER
+    python -m pagedkv.serve.front_end CONTROL ENGINE LISTENER COUNTS
 
-are descriptors of sockets. From CONTROL comes Options, and then a byte: DRAIN or STOP; READY goes there.
+are descriptors of sockets, and of what gate.shared_counts() made. From CONTROL comes Options, and then a byte: DRAIN or
+STOP; READY goes there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAST_WORDS = 5  # seconds to tell clients that the engine has gone
 
 @dataclass
 class Options:
-    """Of all front ends; see docs/serving.md."""
+    """Of all front ends, but for `place`; see docs/serving.md."""
 
     names: list[str]
     facts: Facts | None = None  # of the model, once it is loaded
@@ -45,6 +46,7 @@ class Options:
     limits: dict[str, Any] = field(default_factory=dict)  # of Server
     app: dict[str, Any] = field(default_factory=dict)  # of make_app()
     http: dict[str, Any] = field(default_factory=dict)  # of Lifecycle
+    place: int = 0  # in COUNTS
 
 
 class FrontEnd(Lifecycle):
@@ -88,7 +90,8 @@ class FrontEnd(Lifecycle):
 def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # until uvicorn has its handlers
         signal.signal(each, signal.SIG_IGN)
-    control, engine, listener = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
+    *sockets, counts = map(int, sys.argv[1:])
+    control, engine, listener = (socket.socket(fileno=each) for each in sockets)
     options: Options = receive(control)
     facts = options.facts
     assert facts is not None, "the engine is there"
@@ -101,7 +104,7 @@ def main() -> None:
         reasoning_parser=options.reasoning_parser,
     )  # fmt: skip
     client = RemoteEngine(facts, tokenizer)
-    server = Server(client, model, **options.limits)
+    server = Server(client, model, counts=counts, place=options.place, **options.limits)
     life = FrontEnd(client, engine, control, server, make_app(server, **options.app), **options.http)
     life.run([listener])
     sys.exit(life.code)

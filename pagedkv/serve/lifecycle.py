@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from .http1 import Http1
 from .server import Server
 
 BACKLOG = 2048  # connections that nobody has accepted yet
@@ -69,7 +70,7 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
         # that listen at the same socket: whoever is idle takes the next.
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
+                app, http=Http1, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,
                 proxy_headers=False, backlog=1, timeout_keep_alive=KEEP_ALIVE, **how,
             )
         )  # fmt: skip

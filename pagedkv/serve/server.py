@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from pagedkv.engine.client import EngineClient
 from pagedkv.engine.sampling_params import SamplingParams
 
-from .answers import Answers, Gate, Piece
+from .answers import Answers, Piece
 from .errors import ApiError
+from .gate import Gate
 from .metrics import Metrics
 from .model import ServedModel
 from .schema import Generation, check_stream_options, read, salt_of
@@ -39,6 +40,7 @@ class Server:
     """Args:
     max_body_size: bytes of a request
     max_answers: in work or waiting at a time; more are told to come later
+    counts, place: of Gate, where there are other front ends
     max_waiting: while more answers wait in the engine, requests are told to come later; None: no matter how many
     stuck_after: seconds of a step, after which the engine is taken for stuck
     """
@@ -47,6 +49,8 @@ class Server:
     model: ServedModel
     max_body_size: int = 8 << 20
     max_answers: int = 1024
+    counts: int | None = None
+    place: int = 0
     max_waiting: int | None = None
     stuck_after: float = 120.0
     is_draining: bool = False
@@ -54,7 +58,8 @@ class Server:
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate, self.metrics = Gate(self.max_answers), Metrics(self.client, self.model.name)
+        self.gate = Gate(self.max_answers, self.counts, self.place)
+        self.metrics = Metrics(self.client, self.model.name)
 
     async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
         """The body of a request, and headers for its answer."""

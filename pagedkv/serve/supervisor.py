@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from . import children
 from .front_end import DRAIN, READY, STOP, Options
+from .gate import shared_counts
 from .remote import Facts
 from .wire import receive, to_bytes
 
@@ -39,6 +40,7 @@ class Supervisor:
 
     def __init__(self, listener: socket.socket, options: Options, num_front_ends: int) -> None:
         self._listener, self._options, self._num_front_ends = listener, options, num_front_ends
+        self._counts = shared_counts(num_front_ends)
         self._processes: list[Process] = []
         self._controls: set[socket.socket] = set()  # of the front ends
         self._engine: Process
@@ -59,10 +61,10 @@ class Supervisor:
             os.close(end)
             facts = await self._unless_signalled(self._load(model, engine_options))
             self._options = replace(self._options, facts=facts)
-            starts = [self._start_front_end() for _ in range(self._num_front_ends)]
+            starts = [self._start_front_end(place) for place in range(self._num_front_ends)]
             started = await self._unless_signalled(asyncio.gather(*starts))
             print(ready, flush=True)
-            await asyncio.gather(*(self._keep(*each) for each in started))
+            await asyncio.gather(*(self._keep(place, *each) for place, each in enumerate(started)))
         except Ended:
             pass
         finally:
@@ -104,15 +106,15 @@ class Supervisor:
 
     # --- front ends
 
-    async def _start_front_end(self) -> tuple[Process, socket.socket]:
+    async def _start_front_end(self, place: int) -> tuple[Process, socket.socket]:
         control, control_end = socket.socketpair()
         engine, engine_end = socket.socketpair()
         with control_end, engine, engine_end:
-            descriptors = (each.fileno() for each in (control_end, engine_end, self._listener))
+            descriptors = (each.fileno() for each in (control_end, engine_end, self._listener, self._counts))
             process = await children.start("pagedkv.serve.front_end", *descriptors)
             self._processes = [each for each in self._processes if each.returncode is None] + [process]
             socket.send_fds(self._host, [b"+"], [engine.fileno()])
-        control.sendall(to_bytes(self._options))
+        control.sendall(to_bytes(replace(self._options, place=place)))
         control.setblocking(False)
         self._controls.add(control)
         if await asyncio.get_running_loop().sock_recv(control, 1) != READY:
@@ -120,7 +122,7 @@ class Supervisor:
             raise ChildProcessError(f"a front end ended with {await process.wait()}")
         return process, control
 
-    async def _keep(self, process: Process, control: socket.socket) -> None:
+    async def _keep(self, place: int, process: Process, control: socket.socket) -> None:
         """Has a front end in this one's place, until the server ends."""
         while True:
             code = await process.wait()
@@ -131,7 +133,7 @@ class Supervisor:
                     return
                 logger.error("a front end has ended with %s; another one starts", code)
                 try:
-                    process, control = await self._start_front_end()
+                    process, control = await self._start_front_end(place)
                     break
                 except OSError as error:  # it has ended at once, or the engine just now
                     logger.error("no front end: %s", error)
@@ -147,6 +149,7 @@ class Supervisor:
         self._listener.close()
         os.close(self._lifeline)
         self._host.close()
+        self._counts.close()
         for control in list(self._controls):
             self._forget(control)
         asyncio.get_running_loop().call_later(PATIENCE, self._kill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import NoneType
 from typing import Any
 
 from pagedkv.engine.sampling_params import SamplingParams
@@ -112,7 +113,10 @@ def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, A
     if '"developer"' not in template and "'developer'" not in template:
         messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     for i, message in enumerate(messages):
-        calls = message.get("tool_calls")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(content, (str, list, NoneType)):  # a template would write it as Python does
+            text = f"messages[{i}]: content is of type {type(content).__name__!r} but must be a text or a list of parts"
+            raise ApiError(400, text, param="messages")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
             raise ApiError(400, f"messages[{i}]: tool_calls is no list of calls", param="messages")
     return parse_arguments(messages)

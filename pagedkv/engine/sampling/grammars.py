@@ -19,6 +19,8 @@ from ..structured_outputs import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 
 MAX_CACHE = 1 << 28  # bytes of compiled grammars
+# What xgrammar 0.2 lets into strings with minLength or maxLength, and what JSON does.
+BOUNDED, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # in xgrammar's sources
 
 
@@ -44,7 +46,9 @@ class Grammars:
         text: Any = getattr(params, kind)
         spaced = {"any_whitespace": not params.disable_any_whitespace}
         try:
-            if kind == "json":
+            if kind in ("json", "structural_tag") and ("minLength" in text or "maxLength" in text):
+                compiled = compiler.compile_grammar(_strict(kind, text, spaced))
+            elif kind == "json":
                 compiled = compiler.compile_json_schema(text, **spaced)
             elif kind == "json_object":
                 compiled = compiler.compile_json_schema('{"type": "object"}', **spaced)
@@ -80,18 +84,19 @@ class GrammarMask:
 
     def __init__(self, compiled: Any, vocab_size: int, end_ids: list[int]) -> None:
         self._compiled, self._num_words, self._end_ids = compiled, -(-vocab_size // 32), end_ids
-        self._matchers: WeakKeyDictionary[Any, tuple[Any, list[int]]] = WeakKeyDictionary()
+        self._matchers: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()  # and how many tokens it has
 
     def __call__(self, request: Any, tokens: list[int]) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits."""
-        matcher, seen = self._matchers.get(request, (None, []))
-        if matcher is None or tokens[: len(seen)] != seen:
-            matcher, seen = load("xgrammar").GrammarMatcher(self._compiled), []
-        self._matchers.pop(request, None)  # if a token is refused, the matcher is between two states
-        for token in tokens[len(seen) :]:
+        """int32 [ceil(vocab_size / 32)]: the tokens that may follow these, as bits. Those of a request only become
+        more: each is read once."""
+        matcher, count = self._matchers.pop(request, (None, 0))  # if a token is refused, it is between two states
+        if matcher is None:
+            matcher = load("xgrammar").GrammarMatcher(self._compiled)
+        for i in range(count, len(tokens)):
+            token = tokens[i]
             if not matcher.is_terminated() and not matcher.accept_token(token):
                 raise ValueError(f"token {token} does not follow the grammar: another option has forced it")
-        self._matchers[request] = matcher, list(tokens)
+        self._matchers[request] = matcher, len(tokens)
         bits = np.zeros((1, self._num_words), np.int32)
         if matcher.is_terminated():  # with ignore_eos the answer goes on
             for token in self._end_ids:
@@ -99,6 +104,13 @@ class GrammarMask:
         else:
             matcher.fill_next_token_bitmask(bits)
         return bits.reshape(-1)
+
+
+def _strict(kind: str, text: str, spaced: dict[str, bool]) -> Any:
+    """The grammar of a schema or structural tag, without control characters in strings."""
+    grammar = load("xgrammar").Grammar
+    made = grammar.from_json_schema(text, **spaced) if kind == "json" else grammar.from_structural_tag(text)
+    return grammar.from_ebnf(str(made).replace(BOUNDED, STRICT))
 
 
 def _quoted(text: str) -> str:

@@ -103,7 +103,9 @@ class LogitEdits:
             return None
         if seq.mask_request is None:
             seq.mask_request = MaskRequest(seq.request.id, seq.index, list(seq.prompt))
-        mask = seq.params.mask(seq.mask_request, list(seq.new_tokens))
+        ask, tokens = seq.params.mask, seq.new_tokens
+        # A caller's own mask may keep or change its list; a copy for each token of a long answer is worth saving else.
+        mask = ask(seq.mask_request, tokens if isinstance(ask, GrammarMask) else list(tokens))
         return None if mask is None else self._bits(mask)
 
     def _bits(self, mask: Any) -> np.ndarray:

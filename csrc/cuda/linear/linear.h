@@ -38,7 +38,7 @@ pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &ca
 pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
                                 const pk_linear_algorithm *algorithm);
 
-/* sm90.cu: 9 to 112 rows on Hopper; knows all that linear fuses, too. It divides by the squares that the product before
+/* sm90.cu: 9 to 112 rows on Hopper, or with batch_invariant any number; knows all that linear fuses, too. It divides by the squares that the product before
  * left, and leaves a sum for each of its tiles itself. */
 constexpr int LINEAR_SM90_TILE = 64; /* outputs */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);

@@ -23,7 +23,7 @@ enum {
 struct linear_sm90_params {
     CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
     pk_linear_args args;
-    int num_tiles, num_splits; /* a tile is one cluster's; without splits a CTA may have several */
+    int num_tiles, num_splits; /* a tile is one cluster's of each block of rows; without splits a CTA may have several */
     int num_stages;            /* of the ring */
     int sums_at, inbox_at;     /* bytes from the ring's start; the sums may lie where the ring is */
 };
@@ -54,6 +54,7 @@ struct sm90_cta {
     uint32_t ring;                                            /* its address in shared memory */
     char *ring_pointer;
     int warp, lane, num_stages;
+    int first_row;                        /* of x, of the CTA's block of N */
     int num_splits, split, rows_of_cta;   /* of a tile: CTAs, this one's number, the rows that it writes */
     int first_tile, tile_stride;          /* the CTA's tiles */
     int first_step, num_steps, all_steps; /* STEP inputs each: the CTA's of a tile, and of all its tiles */
@@ -71,7 +72,7 @@ struct sm90_cta {
         ring = (smem_address(smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
         ring_pointer = smem + (ring - smem_address(smem));
         warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-        num_stages = params.num_stages;
+        num_stages = params.num_stages, first_row = blockIdx.y * N;
         num_splits = params.num_splits, split = blockIdx.x % num_splits, rows_of_cta = N / num_splits;
         first_tile = blockIdx.x / num_splits, tile_stride = gridDim.x / num_splits;
         const int num_units = ((int)args.weight.in_features + STEP - 1) / STEP;
@@ -112,7 +113,7 @@ struct sm90_cta {
             uint32_t barrier = smem_address(&x_full[stage]), to = ring + stage * stage_bytes<N>;
             barrier_arrive_expect(barrier, X_BYTES);
             for (int k = 0; k < STEP; k += LINE)
-                copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, 0);
+                copy_2d(to + k * N * 2, &params.x_map, barrier, (first_step + step) * STEP + k, first_row);
         };
         prefetch_tensor_map(&params.weight_map);
         prefetch_tensor_map(&params.x_map);
@@ -219,7 +220,7 @@ template <typename T, int N>
 struct sm90_writer {
     const sm90_cta<T, N> &cta;
     const pk_linear_args &args;
-    int column, first_row, rows_apart, row_base;
+    int column, first_row, rows_apart, row_base, sum_base; /* the last two: of the CTA's rows, in all and in the block */
     float *sums;
     const float *inbox, *scales; /* of the CTA's rows, where they are divided */
 
@@ -228,7 +229,8 @@ struct sm90_writer {
     {
         const int lanes = cta.width / 4;
         column = threadIdx.x % lanes * 4, first_row = threadIdx.x / lanes;
-        rows_apart = WORKERS / lanes, row_base = cta.rows_of_cta * cta.split;
+        rows_apart = WORKERS / lanes, row_base = cta.first_row + cta.rows_of_cta * cta.split;
+        sum_base = cta.rows_of_cta * cta.split;
         sums = (float *)(cta.ring_pointer + cta.params.sums_at);
         inbox = (const float *)(cta.ring_pointer + cta.params.inbox_at);
     }
@@ -247,7 +249,7 @@ struct sm90_writer {
     /* Returns the sum of the squares of what is stored. */
     __device__ __forceinline__ float write_row(int row, int output, const pk_vec<T, 4> &before) const
     {
-        const float *own = sums + (row_base + row) * PITCH;
+        const float *own = sums + (sum_base + row) * PITCH;
         float values[4] = {}, ups[4] = {};
 #pragma unroll 4
         for (int from = 0; from < cta.num_splits; from++) {

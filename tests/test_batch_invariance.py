@@ -1,0 +1,92 @@
+"""Engines with batch_invariant=True: the bits of a request's log probabilities, and so its tokens, are those of the request
+alone, whatever else runs and however it was cut, cached, preempted or swapped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checkpoints import write_model
+from quantized_checkpoints import FORMATS, write_quantised
+from rank_engine import OPTIONS, SIZES, generate, traffic
+
+from pagedkv import LLM
+
+ALONE = {"num_blocks": 200, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), **SIZES)
+
+
+def scored(rng, count: int) -> list:
+    """Traffic of which every token has log probabilities. Half of the prompts begin as others do."""
+    common = rng.integers(0, 97, 40).tolist()
+    requests = []
+    for prompt, params in traffic(rng, count):
+        start = common[: rng.integers(0, 41)] if rng.random() < 0.5 else []
+        prompt_logprobs = 1 if rng.random() < 0.3 else None
+        requests.append((start + prompt, replace(params, logprobs=2, prompt_logprobs=prompt_logprobs)))
+    return requests
+
+
+def bits(outputs) -> list:
+    """All that was computed of each request, exactly."""
+    assert not [output.error for output in outputs if output.error]
+    return [
+        (output.prompt_logprobs, [(each.token_ids, each.logprobs) for each in output.outputs]) for output in outputs
+    ]
+
+
+def alone(folder, requests, **options) -> list:
+    with LLM(folder, **OPTIONS | ALONE | options, batch_invariant=True) as llm:
+        return [bits(generate(llm, [request]))[0] for request in requests]
+
+
+def check(folder, rng, requests, schedules: int, behind: int = 0, **options) -> None:
+    """Several engines of small pools and steps give each request what it gets alone."""
+    expected, preemptions, cached = alone(folder, requests, **options), 0, 0
+    for schedule in range(schedules):
+        sizes = {
+            "num_blocks": int(rng.integers(30, 40)), "swap_space": schedule % 2 << 20,
+            "max_num_batched_tokens": int(rng.integers(8, 60)), "max_num_seqs": int(rng.integers(6, 9)),
+        }  # fmt: skip
+        with LLM(folder, **OPTIONS | sizes | options, batch_invariant=True) as llm:
+            llm._runner.num_behind = behind
+            order = rng.permutation(len(requests))
+            outputs = generate(llm, [requests[i] for i in order])
+            preemptions += llm.stats().num_preemptions
+        cached += sum(output.num_cached_tokens for output in outputs)
+        for i, got in zip(order, bits(outputs), strict=True):
+            assert got == expected[i], f"schedule {schedule} {sizes}, request {i}: {requests[i]}"
+    assert preemptions and cached, "nothing was preempted, or found in the cache"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_schedules(folder, rng, device, dtype):
+    check(folder, rng, scored(rng, 18), 3, behind=int(rng.integers(0, 2)) if device == "cpu" else 1, device=device, dtype=dtype)
+
+
+def test_an_fp8_cache(folder, rng, device):
+    check(folder, rng, scored(rng, 12), 2, device=device, kv_cache_dtype="fp8")
+
+
+def test_windows(tmp_path, rng, device):
+    folder = write_model(tmp_path, family="mistral", sliding_window=9, **SIZES)
+    check(folder, rng, scored(rng, 12), 2, device=device)
+
+
+def test_experts(tmp_path, rng, device):
+    check(write_model(tmp_path, family="qwen3_moe", **SIZES), rng, scored(rng, 12), 2, device=device)
+
+
+@pytest.mark.parametrize("name", ["fp8, small blocks", "awq"])
+def test_quantised_weights(tmp_path, rng, device, name):
+    write_quantised(tmp_path, FORMATS[name], **SIZES)
+    check(tmp_path, rng, scored(rng, 12), 2, device=device)
+
+
+def test_two_ranks(folder, rng):
+    check(folder, rng, scored(rng, 12), 2, tensor_parallel_size=2)

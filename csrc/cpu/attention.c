@@ -120,8 +120,7 @@ static void cut_keys(const pk_attention_args *args, pk_attention_seq *seq)
     int64_t context = seq->context_len > 0 ? seq->context_len : 1;
     seq->part_keys = context;
     const bool are_few = seq->num_queries <= queries_per_tile(args); /* more queries are work enough for every thread */
-    if (are_few || args->is_batch_invariant)
-        seq->part_keys = PART_KEYS;
+    if (are_few || args->is_batch_invariant) seq->part_keys = PART_KEYS;
     int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
     seq->first_part = first < end ? first / seq->part_keys : 0;
     seq->end_part = first < end ? divide_up(end, seq->part_keys) : 1; /* one item that finishes rows without keys */

@@ -276,8 +276,8 @@ pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_err
         if (each[i].x.num_rows > most->x.num_rows) most = &each[i];
     }
     if (num_rows == 0) return PK_OK; /* of however many outputs */
-    const bool is_onednns = count == 1 && !each->is_batch_invariant && num_rows >= min_onednn_rows(each->x.dtype) &&
-                            fits_onednn(each);
+    const bool is_onednns =
+        count == 1 && !each->is_batch_invariant && num_rows >= min_onednn_rows(each->x.dtype) && fits_onednn(each);
     if (is_onednns && pk_cpu_onednn_linear(each)) return PK_OK;
     const int64_t products = num_rows * each->weight.out_features * each->weight.in_features;
     int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;

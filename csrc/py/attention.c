@@ -63,8 +63,7 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
 PY_OP(paged_attention_fwd, BATCH, P(OPTIONAL_DOUBLE, softmax_scale), P_AS(BOOL, causal, is_causal),
       P_AS(PAIR, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),
       P(SCALE, k_scale), P(SCALE, v_scale), P(INT, num_splits), P_AS(BOOL, batch_invariant, is_batch_invariant),
-      P(OPTIONAL, plan), P(BOOL, past_is_constant),
-      P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
+      P(OPTIONAL, plan), P(BOOL, past_is_constant), P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
 
 const char py_plan_attention_doc[] = PyDoc_STR(
     "plan_attention($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "

@@ -46,7 +46,8 @@ const char py_linear_doc[] = PyDoc_STR(
     "        it. Not with batch_invariant, which takes x as it is.\n"
     "    batch_invariant: True makes the bits of a row of out depend on its row of x alone: not on how many rows there are,\n"
     "        nor on the others. One kernel then answers for any number of rows: on a Hopper GPU that of 9 to 112 rows,\n"
-    "        elsewhere that of few rows, again and again. Give x_squares to all calls of a product or to none.\n" PY_DOC_OUT PY_DOC_STREAM
+    "        elsewhere that of few rows, again and again. Give x_squares to all calls of a product or to none.\n" PY_DOC_OUT
+        PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_rows, out_features] of x's dtype (a given one may be float32); with gate_up [num_rows,\n"

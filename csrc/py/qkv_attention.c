@@ -37,6 +37,6 @@ PY_OP(qkv_attention_fwd, P_AS(TENSOR, qkv, rope.qkv), P_AS(OPTIONAL, q_weight, r
       P_AS(OPTIONAL, cu_seqlens_q, attention.cu_seqlens_q), P_AS(INT, max_seqlen_q, attention.max_seqlen_q),
       P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(PAIR, window_size, attention.window),
       P_AS(SCALE, k_scale, rope.k_scale), P_AS(SCALE, v_scale, rope.v_scale),
-      P_AS(INT, num_splits, attention.num_splits),
-      P_AS(BOOL, batch_invariant, attention.is_batch_invariant), P_AS(OPTIONAL, plan, attention.plan),
-      P_AS(BOOL, past_is_constant, attention.past_is_constant), P_AS(OUTPUT, out, attention.out));
+      P_AS(INT, num_splits, attention.num_splits), P_AS(BOOL, batch_invariant, attention.is_batch_invariant),
+      P_AS(OPTIONAL, plan, attention.plan), P_AS(BOOL, past_is_constant, attention.past_is_constant),
+      P_AS(OUTPUT, out, attention.out));

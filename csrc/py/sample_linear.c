@@ -20,7 +20,8 @@ const char py_sample_linear_doc[] = PyDoc_STR(
     "    temperatures, seeds, positions: one number per row, see sample.\n"
     "    logits: [num_rows, vocab_size] float32, memory for the product. What it holds afterwards is undefined: where\n"
     "        one kernel of a GPU does all of it, no logits are ever in memory.\n"
-    "    weight_scales, weight_zeros, weight_block, weight_is_constant, batch_invariant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
+    "    weight_scales, weight_zeros, weight_block, weight_is_constant, batch_invariant: see linear.\n" PY_DOC_OUT
+        PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_rows] int32.\n" PY_DOC_RAISES
@@ -28,8 +29,7 @@ const char py_sample_linear_doc[] = PyDoc_STR(
 PY_OP(sample_linear, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
       P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions),
       P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),
-      P_AS(BOOL, batch_invariant, is_batch_invariant),
-      P_AS(OUTPUT, out, sample.out));
+      P_AS(BOOL, batch_invariant, is_batch_invariant), P_AS(OUTPUT, out, sample.out));
 
 const char py_linear_candidates_doc[] = PyDoc_STR(
     "linear_candidates($module, x, weight, temperatures, seeds, positions, first_token, *, logits, "
@@ -43,12 +43,12 @@ const char py_linear_candidates_doc[] = PyDoc_STR(
     "    weight: [num_tokens, in_features], the rows of the head from first_token on.\n"
     "    first_token: the token that weight's first row is; a multiple of 64.\n"
     "    logits: [num_rows, num_tokens] float32, memory for the product.\n"
-    "    weight_scales, weight_zeros, weight_block, weight_is_constant, batch_invariant: see linear.\n" PY_DOC_OUT PY_DOC_STREAM
+    "    weight_scales, weight_zeros, weight_block, weight_is_constant, batch_invariant: see linear.\n" PY_DOC_OUT
+        PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_rows] int64. Logits with a NaN are no error here: sample_candidates refuses them on every rank.\n" PY_DOC_RAISES);
 PY_OP(linear_candidates, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.temperatures),
       P_AS(TENSOR, seeds, sample.seeds), P_AS(TENSOR, positions, sample.positions), P(INT, first_token),
       P_AS(WRITTEN, logits, sample.logits), P_WEIGHT_SCALES, P(BOOL, weight_is_constant),
-      P_AS(BOOL, batch_invariant, is_batch_invariant),
-      P_AS(OUTPUT, out, sample.out));
+      P_AS(BOOL, batch_invariant, is_batch_invariant), P_AS(OUTPUT, out, sample.out));

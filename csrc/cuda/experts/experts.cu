@@ -6,6 +6,8 @@
 #include "ops/sample.h"
 #include "ops/sampling.h"
 
+#include <algorithm>
+
 enum { ROUTE_WARPS = 4, MOST_OF_LANE = PK_MAX_EXPERTS / 32, FEW_OF_LANE = 4 };
 static_assert(PK_MAX_EXPERTS_OF_TOKEN <= 32, "a lane has one of them");
 
@@ -80,8 +82,8 @@ pk_status pk_cuda_route_experts(const pk_route_args *args, const pk_cuda_call &c
  * but few. */
 static pk_status launch_invariant(const pk_expert_linear_args *args, bool is_grouped, const pk_cuda_call &call)
 {
-    const int64_t at_once = (is_grouped ? LISTED_PAIRS : EXPERT_FEW_PAIRS) / args->num_chosen;
-    const int64_t most = is_grouped || at_once < EXPERT_ROWS ? at_once : EXPERT_ROWS;
+    int64_t most = LISTED_PAIRS / args->num_chosen;
+    if (!is_grouped) most = std::min<int64_t>(EXPERT_ROWS, EXPERT_FEW_PAIRS / args->num_chosen);
     const pk_expert_linear_args first = pk_experts_of_tokens(args, 0, most);
     if (!is_grouped && !pk_cuda_experts_few_applies(&first)) return pk_cuda_experts_any(args, call);
     const auto launch = is_grouped ? pk_cuda_experts_grouped : pk_cuda_experts_few;

@@ -11,7 +11,8 @@ __host__ __device__ static inline int64_t pk_num_pairs(const pk_expert_linear_ar
 }
 
 /* Some of the tokens. */
-static inline pk_expert_linear_args pk_experts_of_tokens(const pk_expert_linear_args *args, int64_t first, int64_t count)
+static inline pk_expert_linear_args pk_experts_of_tokens(const pk_expert_linear_args *args, int64_t first,
+                                                         int64_t count)
 {
     const int64_t bytes = (int64_t)pk_dtype_bytes(args->linear.x.dtype);
     pk_expert_linear_args some = *args;

@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         return;
     }
 
-    const sm90_writer<T, N> writer(cta, params.args, scales);
+    const sm90_writer<T, sm90_cta<T, N>> writer(cta, params.args, scales);
     const int column = writer.column, first_row = writer.first_row;
     pk_wait_for_previous_kernel();
     if (params.args.epilogue.divides_by_rms && !cta.multiplies())
-        cta.fill_scales(scales, writer.row_base, writer.num_rows());
+        fill_scales<N>(scales, params.args, writer.row_base, writer.num_rows());
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
@@ -71,13 +71,13 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 
 // --- launchers
 
-/* How a product is divided. */
-struct division {
-    int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
-    bool is_short() const { return num_units <= num_splits * thresholds::SM90_MAX_UNITS; } /* a CTA's way */
-};
+/* Whether a CTA's way is short. */
+static bool is_short(const linear_sm90_division &all)
+{
+    return all.num_units <= all.num_splits * thresholds::SM90_MAX_UNITS;
+}
 
-static division divide(const pk_linear_args *args, const pk_cuda_device *device)
+linear_sm90_division pk_cuda_linear_sm90_divide(const pk_linear_args *args, const pk_cuda_device *device)
 {
     int64_t halves = args->epilogue.is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->weight.out_features / halves, width),
@@ -114,13 +114,14 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
     size_t outputs = args->epilogue.is_gated ? 8 : 4, out_bytes = args->epilogue.out_dtype == PK_F32 ? 16 : 8;
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
-    division all = divide(args, device);
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
     int64_t most_rows = thresholds::SM90_MAX_ROWS;
-    if (!all.is_short()) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
+    if (!is_short(all)) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
     bool is_faster = args->x.num_rows >= thresholds::SM90_MIN_ROWS && args->x.num_rows <= most_rows;
-    return (is_faster || args->is_batch_invariant) && pk_cuda_linear_fits_wgmma(args, device) && args->weight.out_features <= 1 << 30 &&
-           args->weight.out_features % outputs == 0 && pk_are_multiples(8, args->epilogue.bias) &&
-           pk_are_multiples(4, args->epilogue.out_stride) && pk_are_multiples(out_bytes, args->epilogue.out);
+    return (is_faster || args->is_batch_invariant) && pk_cuda_linear_fits_wgmma(args, device) &&
+           args->weight.out_features <= 1 << 30 && args->weight.out_features % outputs == 0 &&
+           pk_are_multiples(8, args->epilogue.bias) && pk_are_multiples(4, args->epilogue.out_stride) &&
+           pk_are_multiples(out_bytes, args->epilogue.out);
 }
 
 /* The barriers and the scales have their own; two CTAs have room on an SM. */
@@ -130,17 +131,14 @@ template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
-    const division all = divide(args, call.device);
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, call.device);
     const int64_t most_smem = most_smem_on(call.device->card);
     /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
      * room for both. */
-    const bool is_deep = args->x.num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
+    const bool is_deep = args->x.num_rows > thresholds::SM90_FEW_ROWS && !is_short(all);
     const int64_t ctas = is_deep ? 1 : ctas_an_sm<N>, room = (int64_t)call.device->num_sms * ctas;
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
     const int64_t clusters = is_one_round ? all.num_tiles : room, blocks = pk_ceil_div(args->x.num_rows, N);
-    if (blocks > 65535)
-        return pk_fail(call.err, PK_EUNSUPPORTED, "linear: x has %lld rows but batch_invariant takes up to %d on CUDA",
-                       (long long)args->x.num_rows, 65535 * N);
 
     const int64_t sums_bytes = N * PITCH * 4, inbox_bytes = sums_bytes / all.num_splits * (all.num_splits - 1);
     const int64_t behind_ring = 1024 + (is_one_round ? inbox_bytes : sums_bytes);
@@ -181,15 +179,26 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
 
 /* The first with enough rows is taken, or the last. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>,  instance<__nv_bfloat16, 64>,
-    instance<__nv_bfloat16, 96>,  instance<__nv_bfloat16, 112>, instance<__nv_bfloat16, 128>, instance<__half, 16>,
-    instance<__half, 32>,         instance<__half, 48>,        instance<__half, 64>,         instance<__half, 96>,
+    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>,
+    instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 96>, instance<__nv_bfloat16, 112>,
+    instance<__nv_bfloat16, 128>, instance<__half, 16>,        instance<__half, 32>,
+    instance<__half, 48>,         instance<__half, 64>,        instance<__half, 96>,
     instance<__half, 112>,        instance<__half, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
+/* Where rows leave room for one CTA on an SM, and not all CTAs of that many run at once. */
+static bool is_wide(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
+    const int64_t blocks = pk_ceil_div(args->x.num_rows, MOST_ROWS);
+    return args->is_batch_invariant && args->x.num_rows > MOST_ROWS_OF_TWO &&
+           all.num_tiles * all.num_splits * blocks > device->num_sms;
+}
+
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
+    if (is_wide(args, call.device)) return pk_cuda_linear_wide(args, call);
     const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
     for (const auto &each : INSTANCES) {
         if (each.shown.reads != args->x.dtype) continue;

@@ -365,8 +365,8 @@ static constexpr decode_instance instance_of()
     static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
     static_assert(!HAS_ROUNDS || takes_rounds(D, 8 * NT), "there are registers");
     static_assert(cta::is_as_designed(), "fewer CTAs than the plan counts on");
-    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][HAS_ROUNDS ? 2 : IS_CROWDED], Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
-             cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
+    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][HAS_ROUNDS ? 2 : IS_CROWDED], Kind::MULTIPLIES,
+             Kind::READS, D, 8 * NT, cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
             launch_decode<cta>};
 }
 /* clang-format off */
@@ -404,8 +404,8 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     const bool has_rounds = shape.order_warps && takes_rounds(shape.head_dim, shape.rows);
     const char *variant = VARIANTS[rope != nullptr][has_rounds ? 2 : shape.is_crowded];
     for (const decode_instance &each : INSTANCES)
-        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == shape.head_dim && each.shown.rows == shape.rows &&
-            each.shown.variant == variant)
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == shape.head_dim &&
+            each.shown.rows == shape.rows && each.shown.variant == variant)
             return each.launch(args, params, call);
     return pk_cuda_no_instance(call, "attention_decode_kernel");
 }

@@ -62,7 +62,8 @@ struct decode_warp {
     /* As before the first key. */
     __device__ void forget_keys()
     {
-        for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE, row_sum[nt][0] = row_sum[nt][1] = 0;
+        for (int nt = 0; nt < NT; nt++)
+            row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE, row_sum[nt][0] = row_sum[nt][1] = 0;
 #pragma unroll
         for (int i = 0; i < M_TILES * NT * 4; i++) output[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
     }

@@ -50,7 +50,8 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
         slots = call.device->num_sms * ctas / heads;
         bool are_few_parts = ctas == 1 && shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS &&
                              most_keys > DECODE_STAGES * shape->chunk * warps;
-        bool is_good = !shape->order_warps && ((slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half));
+        bool is_good = !shape->order_warps &&
+                       ((slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half));
         if (shape->order_warps && (slots >= segments || !takes_rounds(shape->head_dim, shape->rows))) break;
         if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
     }
@@ -121,10 +122,9 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     shape->num_units = (int)units;
     shape->max_slots = (int)parts;
     fill_costs(args, shape);
-    shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
-                                     shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
-                                     args->window_left, args->num_splits, shape->order_warps,
-                                     args->max_blocks_per_seq * args->block_size,
-                                     args->key_starts != nullptr, args->table_starts != nullptr});
+    shape->signature = pk_sign_plan(
+        {args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows, shape->step, slots,
+         units, filter.min_rows, filter.max_rows, args->window_left, args->num_splits, shape->order_warps,
+         args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr, args->table_starts != nullptr});
     return PK_OK;
 }

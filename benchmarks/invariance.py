@@ -44,7 +44,11 @@ def make_requests(rng: np.random.Generator, vocab_size: int, longest: int) -> li
         length = int(np.exp(rng.uniform(0, np.log(longest))))
         shared = int(rng.integers(0, length + 1)) if rng.random() < 0.6 else 0
         prompt = common[:shared] + rng.integers(0, vocab_size, length - shared).tolist()
-        options: dict[str, Any] = {"temperature": float(rng.choice([0, 0.8])), "seed": i, "logprobs": [2, None, None][i % 3]}
+        options: dict[str, Any] = {
+            "temperature": float(rng.choice([0, 0.8])),
+            "seed": i,
+            "logprobs": [2, None, None][i % 3],
+        }
         options |= [{}, {}, {"top_p": 0.9}, {}, {"top_k": 20}, {"repetition_penalty": 1.2}][i % 6]
         params = SamplingParams(**options, max_tokens=int(rng.integers(1, MOST_TOKENS + 1)), ignore_eos=True)
         requests.append((prompt, params))
@@ -58,7 +62,12 @@ def answer_of(output: RequestOutput) -> Answer:
 
 
 def engine(folder: Path, args: argparse.Namespace, **options: Any) -> LLM:
-    given = {"device": args.device, "max_model_len": max_len(args), "seed": 0, "tensor_parallel_size": args.ranks} | options
+    given = {
+        "device": args.device,
+        "max_model_len": max_len(args),
+        "seed": 0,
+        "tensor_parallel_size": args.ranks,
+    } | options
     return LLM(folder, load_format="auto" if args.model == "demo" else "dummy", batch_invariant=True, **given)
 
 
@@ -81,7 +90,9 @@ def run_schedule(llm: LLM, requests: list, rng: np.random.Generator, number: int
     noise = [f"noise {number}-{i}" for i in range(int(rng.integers(0, 5)))]
     for name in noise:
         prompt = rng.integers(0, llm.config.vocab_size, rng.integers(1, longest)).tolist()
-        llm.add_request(prompt, SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True), name, priority=int(rng.integers(-1, 2)))
+        llm.add_request(
+            prompt, SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True), name, priority=int(rng.integers(-1, 2))
+        )
     priorities = rng.integers(-1, 2, len(chosen)).tolist()
     for i, priority in zip(chosen, priorities, strict=True):
         llm.add_request(*requests[i], f"{number}-{i}", priority=priority)
@@ -124,18 +135,21 @@ def main() -> None:
         folder = DEMO if args.model == "demo" else nano_bench.write_shape(args.model, Path(scratch))
         alone = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "num_blocks": 64, "enable_prefix_caching": False}
         with engine(folder, args, **alone) as llm:
-            requests = make_requests(np.random.default_rng(args.seed), llm.config.vocab_size, max_len(args) - MOST_TOKENS)
+            requests = make_requests(
+                np.random.default_rng(args.seed), llm.config.vocab_size, max_len(args) - MOST_TOKENS
+            )
             expected = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests]
         end = args.first + args.count
         while number < end and time.perf_counter() - start < args.seconds:
             sizes = sizes_of(np.random.default_rng([args.seed, number // PER_ENGINE, 1]), args)
             with engine(folder, args, **sizes) as llm:
-                for number in range(number, min(end, (number // PER_ENGINE + 1) * PER_ENGINE)):
+                last = min(end, (number // PER_ENGINE + 1) * PER_ENGINE)
+                while number < last:
                     for i, got in run_schedule(llm, requests, np.random.default_rng([args.seed, number]), number):
                         num_answers, num_tokens = num_answers + 1, num_tokens + len(got[0])
                         if got != expected[i]:
                             sys.exit(f"schedule {number} {sizes}, request {i}: {first_difference(got, expected[i])}")
-                number += 1
+                    number += 1
                 preemptions += llm.stats().num_preemptions
             print(
                 f"{number - args.first} schedules in {time.perf_counter() - start:.0f} s: {num_answers:,} answers, "

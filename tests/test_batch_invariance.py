@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from checkpoints import write_model
 from quantized_checkpoints import FORMATS, write_quantised

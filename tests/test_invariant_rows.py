@@ -46,10 +46,14 @@ def test_linear(rng, device, shape, dtype):
         return ops.linear(put(x[rows], device, dtype), there, batch_invariant=True, **options)
 
     out = check_rows(rng, call)
-    np.testing.assert_allclose(out, x.astype(np.float64) @ weight.T, rtol=2e-2, atol=0.1 if dtype != "float32" else 1e-3)
+    np.testing.assert_allclose(
+        out, x.astype(np.float64) @ weight.T, rtol=2e-2, atol=0.1 if dtype != "float32" else 1e-3
+    )
     before = numbers(rng, MOST, outputs)
     check_rows(rng, lambda rows: call(rows, bias=bias, add_to_out=True, out=put(before[rows], device, dtype)))
-    squares = ops.linear_squares(put(x[:1], device, dtype), there, batch_invariant=True, out=put(before[:1], device, dtype))
+    squares = ops.linear_squares(
+        put(x[:1], device, dtype), there, batch_invariant=True, out=put(before[:1], device, dtype)
+    )
     count = outputs // squares if squares else 1
 
     def left(rows):
@@ -148,7 +152,9 @@ def cuts_of(rng, length: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype, cache_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    "dtype, cache_dtype", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn")]
+)
 @pytest.mark.parametrize("heads, head_dim", [((4, 2), 64), ((3, 1), 128), ((16, 1), 128), ((4, 4), 256)], ids=str)
 def test_attention(rng, device, heads, head_dim, dtype, cache_dtype, name):
     """A prompt behind some keys that were there before: however it is cut, and whoever comes with it."""
@@ -202,7 +208,9 @@ def test_attention_of_any_batch(rng, device):
 
     def attend(seqs):
         lens, table = put(contexts[seqs].astype(np.int32), device), put(tables[seqs], device)
-        return bits(ops.paged_attention_fwd(put(q[seqs], device, "bfloat16"), *caches, table, lens, batch_invariant=True))
+        return bits(
+            ops.paged_attention_fwd(put(q[seqs], device, "bfloat16"), *caches, table, lens, batch_invariant=True)
+        )
 
     together = attend(np.arange(count))
     for size in (1, 2, 5, 17, 40, count):
@@ -214,4 +222,6 @@ def test_num_splits_is_refused(rng):
     cache = np.zeros((1, 4, 1, 8), np.float32)
     tables, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with pytest.raises(ValueError, match="num_splits is 2 but must be 0 with batch_invariant"):
-        ops.paged_attention_fwd(np.zeros((1, 1, 8), np.float32), cache, cache, tables, lens, num_splits=2, batch_invariant=True)
+        ops.paged_attention_fwd(
+            np.zeros((1, 1, 8), np.float32), cache, cache, tables, lens, num_splits=2, batch_invariant=True
+        )

@@ -49,8 +49,9 @@ class EngineOptions:
         gpu_memory_utilization: the share of a GPU's memory that may be in use: by the weights, the scratch memory of
             operations, graphs and the pool, and by other processes
         enforce_eager: no CUDA graphs: the same tokens and a shorter start, but slower steps
-        batch_invariant: the bits of a token depend on its request alone, whatever else runs, however its prompt is cut, and
-            whether its prefix was cached, it was preempted, or its steps were graphs. Steps take longer: see docs/engine.md
+        batch_invariant: the bits of a token depend on its request alone, whatever else runs, however its prompt is
+            cut, and whether its prefix was cached, it was preempted, or its steps were graphs. Steps take longer: see
+            docs/engine.md
         swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
             0: all of it is
         max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a

@@ -118,12 +118,19 @@ static pk_status launch_few_again(const pk_linear_args *args, const pk_cuda_call
 static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
     if (args->is_batch_invariant) {
-        if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
+        if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device))
+            return pk_cuda_linear_is_wide(args, device) ? pk_cuda_linear_wide : pk_cuda_linear_sm90;
         const pk_linear_args some = rows_of(args, 0, FEW_AT_ONCE);
         return pk_cuda_linear_few_applies(&some, device) ? launch_few_again : nullptr;
     }
     if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
     return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
+}
+
+/* Whether it leaves a sum of squares for each of its tiles, and divides by those that were left. */
+static bool has_tiles(pk_cuda_launcher<pk_linear_args> *launch_own)
+{
+    return launch_own == pk_cuda_linear_sm90 || launch_own == pk_cuda_linear_wide;
 }
 
 /* The product with some rows of a quantised weight, once they lie at `weight`. */
@@ -157,8 +164,7 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
     if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
     auto launch_own = own_kernel(args, call.device);
     const int64_t num_squares = args->epilogue.squares ? args->epilogue.num_squares : 0;
-    const bool in_passing =
-        launch_own == pk_cuda_linear_sm90 && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
+    const bool in_passing = has_tiles(launch_own) && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
     if (launch_own && (in_passing || num_squares == 0)) return launch_own(args, call);
     pk_linear_args without_squares = *args;
     without_squares.epilogue.squares = nullptr;
@@ -187,7 +193,7 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args, int64_t 
     *width = 0;
     if (call.status != PK_OK) return false;
     auto launch_own = own_kernel(args, call.device);
-    if (launch_own != pk_cuda_linear_sm90) return launch_own;
+    if (!has_tiles(launch_own)) return launch_own;
     if (args->weight.out_features % LINEAR_SM90_TILE == 0) *width = LINEAR_SM90_TILE;
     return !args->epilogue.divides_by_rms ||
            (args->x.squares && args->x.num_squares % 4 == 0 && pk_are_multiples(16, args->x.squares));

@@ -187,18 +187,8 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] 
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
-/* Where rows leave room for one CTA on an SM, and not all CTAs of that many run at once. */
-static bool is_wide(const pk_linear_args *args, const pk_cuda_device *device)
-{
-    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
-    const int64_t blocks = pk_ceil_div(args->x.num_rows, MOST_ROWS);
-    return args->is_batch_invariant && args->x.num_rows > MOST_ROWS_OF_TWO &&
-           all.num_tiles * all.num_splits * blocks > device->num_sms;
-}
-
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    if (is_wide(args, call.device)) return pk_cuda_linear_wide(args, call);
     const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
     for (const auto &each : INSTANCES) {
         if (each.shown.reads != args->x.dtype) continue;

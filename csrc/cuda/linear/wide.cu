@@ -221,6 +221,13 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] 
 };
 const pk_cuda_kernel_table pk_cuda_linear_wide_kernels = pk_cuda_table(INSTANCES);
 
+bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *device)
+{
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
+    const int64_t blocks = pk_ceil_div(args->x.num_rows, MOST_ROWS);
+    return args->x.num_rows > MOST_ROWS_OF_TWO && all.num_tiles * all.num_splits * blocks > device->num_sms;
+}
+
 pk_status pk_cuda_linear_wide(const pk_linear_args *args, const pk_cuda_call &call)
 {
     for (const auto &each : INSTANCES)

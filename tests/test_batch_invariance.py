@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 from checkpoints import write_model
+from lora_adapters import write_adapter
 from quantized_checkpoints import FORMATS, write_quantised
 from rank_engine import OPTIONS, SIZES, generate, traffic
 
 from pagedkv import LLM
+from pagedkv.engine import LoRARequest
 
 ALONE = {"num_blocks": 200, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
 
@@ -93,3 +95,24 @@ def test_quantised_weights(tmp_path, rng, device, name):
 
 def test_two_ranks(folder, rng):
     check(folder, rng, scored(rng, 12), 2, tensor_parallel_size=2)
+
+
+def test_adapters(tmp_path, rng, device):
+    """Requests with two adapters and without, beside each other and alone."""
+    write_model(tmp_path / "base")
+    adapters = [None]
+    for number in (1, 2):
+        write_adapter(tmp_path / str(number), seed=number)
+        adapters.append(LoRARequest(str(number), number, tmp_path / str(number)))
+    requests = [(prompt, params) for prompt, params in scored(rng, 12) if params.mask is None]
+    wanted = [adapters[int(i)] for i in rng.integers(0, 3, len(requests))]
+    found, options = [], OPTIONS | {"device": device, "enable_lora": True, "max_loras": 2, "batch_invariant": True}
+    for sizes, together in ((ALONE, 1), ({"num_blocks": 30, "max_num_batched_tokens": 32}, len(requests))):
+        with LLM(tmp_path / "base", **options | sizes) as llm:
+            outputs = []
+            for i in range(0, len(requests), together):
+                prompts, params = zip(*requests[i : i + together], strict=True)
+                given = {"lora_request": wanted[i : i + together], "use_tqdm": False}
+                outputs += llm.generate(list(prompts), list(params), **given)
+            found.append(bits(outputs))
+    assert found[0] == found[1]

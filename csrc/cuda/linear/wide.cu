@@ -1,6 +1,6 @@
 /* wide.cu - linear with batch_invariant for more rows than sm90.cu is good for, on Hopper: with its bits.
  *
- * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 128 rows. Both read the same x from a ring of
+ * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64 or 128 rows. Both read the same x from a ring of
  * stages, which one thread fills; so each byte that comes from the L2 cache is used twice as often. What there are CTAs of a
  * cluster for, parts of the inputs, comes here one part after the other: each is a chain of its own, and their sums are added
  * in the same order. The end (sm90_write.h) is the same code.
@@ -13,19 +13,22 @@
 #include <algorithm>
 
 enum {
-    WIDE_ROWS = 128,
     WIDE_STEP = LINE, /* inputs of a stage */
     WIDE_TILES = 2,   /* of TILE outputs: warpgroups that multiply */
     WIDE_STAGES = 4,
     WIDE_WORKERS = WIDE_TILES * 128,
     WIDE_THREADS = WIDE_WORKERS + 32,
-    WIDE_X_BYTES = WIDE_ROWS * WIDE_STEP * 2,
     WIDE_WEIGHT_BYTES = TILE * WIDE_STEP * 2, /* of a tile */
-    WIDE_STAGE_BYTES = WIDE_X_BYTES + WIDE_TILES * WIDE_WEIGHT_BYTES,
-    WIDE_SUMS_BYTES = WIDE_ROWS * PITCH * 4, /* of a tile */
-    WIDE_SMEM = 1024 + WIDE_STAGES * WIDE_STAGE_BYTES + WIDE_TILES * WIDE_SUMS_BYTES,
     WIDE_UNIT = STEP / WIDE_STEP /* stages of a unit of sm90.cu */,
 };
+template <int N>
+static constexpr int wide_x_bytes = N *WIDE_STEP * 2;
+template <int N>
+static constexpr int wide_stage_bytes = wide_x_bytes<N> + WIDE_TILES *WIDE_WEIGHT_BYTES;
+template <int N>
+static constexpr int wide_sums_bytes = N *PITCH * 4; /* of a tile */
+template <int N>
+static constexpr int wide_smem = 1024 + WIDE_STAGES *wide_stage_bytes<N> + WIDE_TILES *wide_sums_bytes<N>;
 
 struct linear_wide_params {
     CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
@@ -39,9 +42,9 @@ struct linear_wide_params {
 #ifdef PK_SM90A
 
 /* What a CTA multiplies, and how; with what the writer asks a CTA for. */
-template <typename T>
+template <typename T, int N>
 struct wide_cta {
-    static constexpr int WRITERS = 128, ROWS_AT_ONCE = 8, N = WIDE_ROWS;
+    static constexpr int WRITERS = 128, ROWS_AT_ONCE = 8, STAGE_BYTES = wide_stage_bytes<N>;
     const linear_wide_params &params;
     const pk_linear_args &args;
     uint64_t *const full, *const empty; /* mbarriers of the stages */
@@ -50,7 +53,7 @@ struct wide_cta {
     int warp, lane, group;  /* the last: which of the two tiles */
     int place, end_place;   /* the CTA's, one after the other */
     int width, num_outputs; /* outputs of a tile that are written, and in all */
-    int first_row = 0, rows_of_cta = WIDE_ROWS;
+    int first_row = 0, rows_of_cta = N;
     static constexpr int num_splits = 1, split = 0; /* what is left to be added when a tile is written */
 
     __device__ __forceinline__ wide_cta(const linear_wide_params &params, char *smem, uint64_t *full, uint64_t *empty)
@@ -67,7 +70,7 @@ struct wide_cta {
     __device__ __forceinline__ int writer() const { return threadIdx.x % 128; }
     __device__ __forceinline__ float *sums() const
     {
-        return (float *)(ring_pointer + WIDE_STAGES * WIDE_STAGE_BYTES + group * WIDE_SUMS_BYTES);
+        return (float *)(ring_pointer + WIDE_STAGES * STAGE_BYTES + group * wide_sums_bytes<N>);
     }
     __device__ __forceinline__ const float *inbox() const { return nullptr; }
     __device__ __forceinline__ int place_in_inbox(int, int) const { return 0; }
@@ -75,7 +78,7 @@ struct wide_cta {
     {
         return place % params.num_pairs * WIDE_TILES + group;
     }
-    __device__ __forceinline__ int row_of(int place) const { return place / params.num_pairs * WIDE_ROWS; }
+    __device__ __forceinline__ int row_of(int place) const { return place / params.num_pairs * N; }
 
     /* All the work of the thread that copies. */
     __device__ __forceinline__ void copy_all() const
@@ -90,11 +93,11 @@ struct wide_cta {
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
                 const uint32_t barrier = smem_address(&full[stage]);
-                uint32_t to = ring + stage * WIDE_STAGE_BYTES;
+                uint32_t to = ring + stage * STAGE_BYTES;
                 barrier_wait(smem_address(&empty[stage]), parity);
-                barrier_arrive_expect(barrier, WIDE_STAGE_BYTES);
+                barrier_arrive_expect(barrier, STAGE_BYTES);
                 copy_2d(to, &params.x_map, barrier, step * WIDE_STEP, row_of(place));
-                to += WIDE_X_BYTES;
+                to += wide_x_bytes<N>;
 #pragma unroll 1
                 for (int i = 0; i < WIDE_TILES * halves; i++, to += width * WIDE_STEP * 2)
                     copy_2d(to, &params.weight_map, barrier, step * WIDE_STEP,
@@ -109,8 +112,8 @@ struct wide_cta {
     {
         auto multiply_all = [&](float(&acc)[N / 2], int split) {
             auto multiply = [&](int step) {
-                const uint32_t x = ring + stage * WIDE_STAGE_BYTES;
-                const uint64_t a = descriptor(x + WIDE_X_BYTES + group * WIDE_WEIGHT_BYTES, 16, 1024);
+                const uint32_t x = ring + stage * STAGE_BYTES;
+                const uint64_t a = descriptor(x + wide_x_bytes<N> + group * WIDE_WEIGHT_BYTES, 16, 1024);
                 const uint64_t b = descriptor(x, 16, 1024);
                 barrier_wait(smem_address(&full[stage]), parity);
                 wgmma_fence();
@@ -137,14 +140,15 @@ struct wide_cta {
 
 #endif  // PK_SM90A
 
-template <typename T>
+template <typename T, int N>
 __global__ void __launch_bounds__(WIDE_THREADS, 1) linear_wide_kernel(const __grid_constant__ linear_wide_params params)
 {
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
     __shared__ uint64_t full[WIDE_STAGES], empty[WIDE_STAGES];
-    __shared__ float scales[WIDE_TILES][WIDE_ROWS];
-    wide_cta<T> cta(params, dynamic_smem, full, empty);
+    __shared__ float scales[WIDE_TILES][N];
+    using writing = sm90_writer<T, wide_cta<T, N>>;
+    wide_cta<T, N> cta(params, dynamic_smem, full, empty);
     if (threadIdx.x == 0) {
         for (int i = 0; i < WIDE_STAGES; i++) {
             barrier_init(smem_address(&full[i]), 1);
@@ -163,16 +167,16 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) linear_wide_kernel(const __gr
 #pragma unroll 1
     for (int place = cta.place; place < cta.end_place; place++) {
         cta.first_row = cta.row_of(place);
-        const sm90_writer<T, wide_cta<T>> writer(cta, params.args, scales[cta.group]);
+        const writing writer(cta, params.args, scales[cta.group]);
         const int output = cta.tile_of(place, cta.group) * cta.width + writer.column;
         const int num_rows = output < cta.num_outputs ? writer.num_rows() : 0;
-        float total[WIDE_ROWS / 2];
+        float total[N / 2];
         cta.multiply(total, stage, parity);
-        leave_sums<WIDE_ROWS>(total, writer.sums, cta.warp % 4, cta.lane);
+        leave_sums<N>(total, writer.sums, cta.warp % 4, cta.lane);
         if (params.args.epilogue.divides_by_rms && rows_of_scales != cta.first_row)
-            fill_scales<WIDE_ROWS>(scales[cta.group], params.args, cta.first_row, writer.num_rows());
+            fill_scales<N>(scales[cta.group], params.args, cta.first_row, writer.num_rows());
         rows_of_scales = cta.first_row;
-        typename sm90_writer<T, wide_cta<T>>::rows_before before;
+        typename writing::rows_before before;
         writer.load_before(before, writer.first_row, num_rows, output);
         named_sync(1 + cta.group, 128);
         writer.write_tile(before, num_rows, output);
@@ -183,14 +187,18 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) linear_wide_kernel(const __gr
 
 // --- launchers
 
-static constexpr int smem_on(const pk_cuda_card &) { return WIDE_SMEM; }
+template <int N>
+static constexpr int smem_on(const pk_cuda_card &)
+{
+    return wide_smem<N>;
+}
 
-template <typename T>
+template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
     const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, call.device);
-    const int64_t pairs = pk_ceil_div(all.num_tiles, WIDE_TILES), blocks = pk_ceil_div(args->x.num_rows, WIDE_ROWS);
+    const int64_t pairs = pk_ceil_div(all.num_tiles, WIDE_TILES), blocks = pk_ceil_div(args->x.num_rows, N);
     if (pairs * blocks > INT32_MAX)
         return pk_fail(call.err, PK_EUNSUPPORTED,
                        "linear: x has %lld rows, too many for a weight of %lld with batch_invariant",
@@ -201,23 +209,25 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     params.num_units = (int)all.num_units, params.num_splits = (int)all.num_splits;
     PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight.data, args->weight.out_features,
                               args->weight.stride, all.width, call.err));
-    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x.data, args->x.num_rows, args->x.stride, WIDE_ROWS,
-                              call.err));
-    auto kernel = linear_wide_kernel<T>;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, WIDE_SMEM, &smem_allowed));
+    PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x.data, args->x.num_rows, args->x.stride, N, call.err));
+    auto kernel = linear_wide_kernel<T, N>;
+    PK_TRY(pk_cuda_allow_smem(call, kernel, wide_smem<N>, &smem_allowed));
     return pk_cuda_launch_early(call, "linear_wide_kernel", kernel,
                                 dim3((unsigned)std::min(params.num_places, call.device->num_sms)), dim3(WIDE_THREADS),
-                                WIDE_SMEM, params);
+                                wide_smem<N>, params);
 }
 
-template <typename T>
+template <typename T, int N>
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
-    {"linear_wide_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, WIDE_ROWS, WIDE_THREADS,
-     pk_cuda_smem_of_hopper(smem_on)},
-    launch<T>};
+    {"linear_wide_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, WIDE_THREADS,
+     pk_cuda_smem_of_hopper(smem_on<N>)},
+    launch<T, N>};
+/* The first with enough rows is taken, or the last. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16>,
-    instance<__half>,
+    instance<__nv_bfloat16, 64>,
+    instance<__nv_bfloat16, 128>,
+    instance<__half, 64>,
+    instance<__half, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_wide_kernels = pk_cuda_table(INSTANCES);
 
@@ -230,7 +240,11 @@ bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *de
 
 pk_status pk_cuda_linear_wide(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    for (const auto &each : INSTANCES)
-        if (each.shown.reads == args->x.dtype) return each.launch(args, call);
-    return pk_cuda_no_instance(call, "linear_wide_kernel");
+    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
+    for (const auto &each : INSTANCES) {
+        if (each.shown.reads != args->x.dtype) continue;
+        found = &each;
+        if (each.shown.rows >= args->x.num_rows) break;
+    }
+    return found ? found->launch(args, call) : pk_cuda_no_instance(call, "linear_wide_kernel");
 }

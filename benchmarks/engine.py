@@ -84,11 +84,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of the workload (default: 3)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true", help="with that option of the engine")
     add_record_option(parser)
     args = parser.parse_args()
     ceiling = nano_bench.measure_ceiling(args.device, "bfloat16")
     print(f"{ceiling.bytes_per_second / 1e9:,.0f} GB/s, {ceiling.flops / 1e12:,.0f} TFLOP/s measured", flush=True)
     sizes = {"block_size": args.block_size, "kv_cache_dtype": args.kv_cache_dtype, "enforce_eager": args.eager}
+    sizes |= {"batch_invariant": True} if args.batch_invariant else {}
     for model in args.models:
         row = {"model": model} | sizes
         with tempfile.TemporaryDirectory() as scratch:
@@ -103,6 +105,7 @@ def main() -> None:
                     row["decode_step"] = measure_steps(llm, model, args.device)
         args.no_record |= not {"nano_bench", "decode_step"} <= row.keys()
         name = f"engine-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")
+        name += "-invariant" if args.batch_invariant else ""
         record_run(args, name, [row], args.device, ceiling=vars(ceiling))
 
 

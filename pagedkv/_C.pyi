@@ -218,6 +218,7 @@ def paged_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
     out: _T | None = None,
@@ -245,6 +246,7 @@ def paged_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
     out: _T | None = None,
@@ -272,6 +274,7 @@ def paged_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
     out: _T | None = None,
@@ -292,6 +295,7 @@ def plan_attention(
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
     num_splits: int = 0,
+    batch_invariant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
@@ -351,6 +355,7 @@ def qkv_attention_fwd(
     k_scale: _Scale = None,
     v_scale: _Scale = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     plan: _Tensor | None = None,
     past_is_constant: bool = False,
     out: _T | None = None,
@@ -390,6 +395,7 @@ def linear(
     add_to_out: bool = False,
     weight_is_constant: bool = False,
     quantize_x: bool = False,
+    batch_invariant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
@@ -400,6 +406,7 @@ def linear_squares(
     weight_scales: _Tensor | None = None,
     weight_zeros: _Tensor | None = None,
     weight_block: tuple[int, int] | None = None,
+    batch_invariant: bool = False,
     out: _Tensor,
 ) -> int: ...
 def linear_algorithms(
@@ -443,6 +450,7 @@ def expert_linear(
     add_to_out: bool = False,
     weight_is_constant: bool = False,
     experts_are_constant: bool = False,
+    batch_invariant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
@@ -492,6 +500,7 @@ def sample_linear(
     weight_zeros: _Tensor | None = None,
     weight_block: tuple[int, int] | None = None,
     weight_is_constant: bool = False,
+    batch_invariant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
@@ -508,6 +517,7 @@ def linear_candidates(
     weight_zeros: _Tensor | None = None,
     weight_block: tuple[int, int] | None = None,
     weight_is_constant: bool = False,
+    batch_invariant: bool = False,
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...

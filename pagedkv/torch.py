@@ -63,6 +63,7 @@ TYPES = {
     "window_size": "SymInt[2]",
     "softcap": "float",
     "num_splits": "int",
+    "batch_invariant": "bool",
     "num_best": "int",
     "past_is_constant": "bool",
     "eps": "float",

@@ -51,11 +51,13 @@ def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads, has_key_starts=Fals
 
 def options(d: Draw, *, has_window_right: bool) -> dict:
     side = lambda: d.one_of(-1, -1, 0, 1, 3, 2**31, 2**63 - 1)
-    return d.some(
+    drawn = d.some(
         0.3,
         window_size=lambda: d.one_of(tuple, list)((side(), side() if has_window_right else d.one_of(-1, 0))),
         num_splits=lambda: d.one_of(0, 1, 2, 5, 256),
+        batch_invariant=d.flag,
     )
+    return drawn | ({"batch_invariant": False} if drawn.get("num_splits") and "batch_invariant" in drawn else {})
 
 
 def draw_plan_rows(d: Draw) -> View:
@@ -164,6 +166,7 @@ def draw_plan(d: Draw) -> dict:
         "causal",
         "window_size",
         "num_splits",
+        "batch_invariant",
         "stream",
     )
     a = {name: value for name, value in draw_attention(d).items() if name in wanted}

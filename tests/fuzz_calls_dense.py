@@ -125,7 +125,7 @@ def draw_linear(d: Draw) -> dict:
     a = {
         "x": place(d.rng, x, dtype, may_repeat=True, may_be_readonly=True),
         **weight,
-        **d.some(weight_is_constant=d.flag, quantize_x=d.flag),
+        **d.some(weight_is_constant=d.flag, quantize_x=d.flag, batch_invariant=d.flag),
         **d.stream(),
     }
     if outputs % 2 == 0 and d.maybe(0.4):
@@ -213,7 +213,7 @@ def draw_expert_linear(d: Draw) -> dict:
         "x": d.tensor((rows, chosen, width) if is_summed else (rows, width), dtype),
         **weight,
         "experts": d.array(d.rng.integers(0, experts, (rows, chosen)), is_plain=True),
-        **d.some(weight_is_constant=d.flag, experts_are_constant=d.flag),
+        **d.some(weight_is_constant=d.flag, experts_are_constant=d.flag, batch_invariant=d.flag),
         **d.stream(),
     }
     if is_summed:
@@ -312,7 +312,7 @@ DENSE_OPERATIONS = {
         draw_silu, lambda a: {"out": near(oracle.silu_and_mul(numbers(a.x), a.x.dtype), a.x.dtype, 2)}
     ),
     "linear": Operation(draw_linear, expect_linear),
-    "linear_squares": Operation(draw_algorithms, lambda a: {}, lambda a: ["return"]),
+    "linear_squares": Operation(lambda d: draw_algorithms(d) | d.some(batch_invariant=d.flag), lambda a: {}, lambda a: ["return"]),
     "linear_algorithms": Operation(draw_algorithms, None),
     "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
     "route_experts": Operation(draw_route, expect_route, lambda a: []),

@@ -113,7 +113,7 @@ def draw_sample_linear(d: Draw) -> dict:
         **weight,
         **draw_row_numbers(d, rows),
         "logits": d.output((rows, vocab), "float32"),
-        **d.some(weight_is_constant=d.flag, out=lambda: d.output((rows,), "int32")),
+        **d.some(weight_is_constant=d.flag, batch_invariant=d.flag, out=lambda: d.output((rows,), "int32")),
         **d.stream(),
     }
 

@@ -9,9 +9,9 @@ constexpr int NUM_GUARDS = 64, GUARD = 0x5A5A5A5A;
 
 struct planned_batch {
     int num_seqs, num_kv_heads, group, head_dim, is_fp8, block_size, max_blocks_per_seq; /* in */
-    int num_sms, compute_capability, window_left, num_queries, num_splits;               /* of each sequence */
-    int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole, ctas_per_sm, step, takes_heads,
-        first_bad_kind; /* out */
+    int num_sms, compute_capability, window_left, num_queries, num_splits; /* of each sequence; -1: batch_invariant */
+    int num_units, max_slots, slots, is_crowded, ctas_may_plan, are_left_whole, ctas_per_sm, step, order_warps,
+        takes_heads, first_bad_kind; /* out */
 };
 
 /* Fills rows[num_units], [capacity, PLAN_COLUMNS], as on such a device, or nothing where the capacity is 0: by the kernel that plans, or as each CTA does for itself.
@@ -20,7 +20,8 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
 {
     pk_attention_args args = {};
     args.num_seqs = batch->num_seqs, args.num_tokens = batch->num_seqs * batch->num_queries;
-    args.max_seqlen_q = batch->num_queries, args.num_splits = batch->num_splits;
+    args.max_seqlen_q = batch->num_queries, args.num_splits = batch->num_splits > 0 ? batch->num_splits : 0;
+    args.is_batch_invariant = batch->num_splits < 0;
     args.num_kv_heads = batch->num_kv_heads, args.num_q_heads = batch->num_kv_heads * batch->group;
     args.head_dim = batch->head_dim;
     args.block_size = batch->block_size, args.max_blocks_per_seq = batch->max_blocks_per_seq;
@@ -40,7 +41,7 @@ extern "C" const char *plan_on_cpu(planned_batch *batch, const int *lens, int by
     if (by_each_cta) shape = without_plan;
     batch->num_units = shape.num_units, batch->max_slots = shape.max_slots;
     batch->slots = shape.slots, batch->is_crowded = shape.is_crowded;
-    batch->ctas_per_sm = shape.ctas_per_sm, batch->step = shape.step;
+    batch->ctas_per_sm = shape.ctas_per_sm, batch->step = shape.step, batch->order_warps = shape.order_warps;
     batch->takes_heads = makes_heads(shape.head_dim, shape.rows) &&
                          have_heads_room(device.card, shape.head_dim, batch->is_fp8 ? 1 : 2, shape.rows);
     if (capacity == 0) return nullptr; /* it was the shape that was asked for */

@@ -88,7 +88,7 @@ def test_logits_at_every_position(tmp_path, rng, device, monkeypatch, family, fo
         with LLM(tmp_path, device=device, **options) as llm:
             poison(llm)
             if chunk == 8 and device == "cpu":  # as on a GPU: products leave squares for the next ones
-                monkeypatch.setattr(ops, "linear_squares", lambda x, weight, out: 4)
+                monkeypatch.setattr(ops, "linear_squares", lambda x, weight, **options: 4)
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
             for output, logits in logits_of(llm, prompts, params):
                 assert_close(logits, oracle_logits(model, output.prompt_token_ids + output.token_ids)[:-1], 1e-4)

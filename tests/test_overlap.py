@@ -140,7 +140,7 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
 NOT_TENSORS = {
     "stream", "eps", "rms_eps", "add_to_out", "weight_is_constant", "quantize_x", "weight_block", "normalize", "gated",
     "experts_are_constant", "max_seqlen_q", "softmax_scale", "causal",
-    "window_size", "softcap", "num_splits", "past_is_constant", "return_lse", "num_best", "comm", "first_row", "first_token", "interleaved", "q_at_start",
+    "window_size", "softcap", "num_splits", "batch_invariant", "past_is_constant", "return_lse", "num_best", "comm", "first_row", "first_token", "interleaved", "q_at_start",
 }  # fmt: skip
 PAIRS = [(row, written, other) for row, (_, tensors, outputs, _) in enumerate(TABLE) for written in sorted(outputs)
          for other in tensors if other not in NOT_TENSORS | {written}]  # fmt: skip

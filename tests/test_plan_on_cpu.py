@@ -15,7 +15,7 @@ from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 class Batch(struct_of("num_seqs", "num_kv_heads", "group", "head_dim", "is_fp8", "block_size", "max_blocks_per_seq",
                       "num_sms", "compute_capability", "window_left", "num_queries", "num_splits",
                       "num_units", "max_slots", "slots", "is_crowded", "ctas_may_plan", "are_left_whole", "ctas_per_sm",
-                      "step", "takes_heads", "first_bad_kind")):  # fmt: skip
+                      "step", "order_warps", "takes_heads", "first_bad_kind")):  # fmt: skip
     """On an H200, unless something else is said."""
 
     def __init__(self, **values):
@@ -87,19 +87,25 @@ def test_every_plan_covers_every_key_once(plan_on_cpu, rng):
 
 
 def test_tiles_and_splits_cover_every_key_once(plan_on_cpu, rng):
-    """Several tiles of query rows for each sequence, and parts whose number depends on a sequence's length alone."""
-    num_cut = num_tiled = num_by_ctas = 0
+    """Several tiles of query rows for each sequence, and parts whose number depends on a sequence's length alone, or one."""
+    num_cut = num_tiled = num_by_ctas = num_in_rounds = 0
     for _ in range(150):
         batch, lens = draw(rng)
-        batch.num_queries, batch.num_splits = int(rng.integers(1, 5)), int(rng.choice([0, 0, 1, 4, 16]))
-        lens = np.maximum(lens[: 1 + batch.num_seqs // 4], batch.num_queries)
+        batch.num_queries, batch.num_splits = int(rng.integers(1, 5)), int(rng.choice([0, 0, 1, 4, 16, -1, -1]))
+        lens = np.maximum(lens[: 1 + batch.num_seqs // (4 if batch.num_splits >= 0 else 1)], batch.num_queries)
         batch.num_seqs = len(lens)
         batch.max_blocks_per_seq = max(batch.max_blocks_per_seq, -(-int(lens.max()) // batch.block_size))
         units = units_of(plan_on_cpu, batch, lens, False)
         steps = STEPS["float8_e4m3fn" if batch.is_fp8 else "bfloat16"][batch.head_dim]
         numbers = check_units(units, lens, [batch.num_queries] * batch.num_seqs, batch.group, steps)
         check_places(units, batch.max_slots)
-        if batch.num_splits:
+        if batch.num_splits < 0:  # the warps that keys are dealt among depend on no batch; those of a CTA divide them
+            element = 1 if batch.is_fp8 else 2
+            warps = batch.step // (32 if batch.head_dim * element <= 128 else 16)
+            assert numbers == {1} and batch.order_warps == (8 if batch.head_dim * element <= 256 else 4)
+            assert batch.order_warps % warps == 0
+            num_in_rounds += warps < batch.order_warps
+        elif batch.num_splits:
             expected = {max(1, min(batch.num_splits, -(-n // batch.step) * batch.step // 1024)) for n in lens.tolist()}
             assert max(numbers) <= max(expected) and (max(numbers) > 1) == (max(expected) > 1)
         if batch.ctas_may_plan and not batch.are_left_whole:
@@ -107,7 +113,8 @@ def test_tiles_and_splits_cover_every_key_once(plan_on_cpu, rng):
             num_by_ctas += 1
         num_cut += max(numbers) > 1
         num_tiled += any(unit["tile"] > 0 and unit["num_parts"] > 1 for unit in units)
-    assert num_cut > 20 and num_tiled > 2 and num_by_ctas > 40, (num_cut, num_tiled, num_by_ctas)
+    found = num_cut, num_tiled, num_by_ctas, num_in_rounds
+    assert num_cut > 20 and num_tiled > 2 and num_by_ctas > 40 and num_in_rounds > 2, found
 
 
 def bytes_of_cta(batch):

@@ -35,7 +35,7 @@ def test_logits_at_every_position(tmp_path, rng, monkeypatch, form):
         with LLM(tmp_path, device="cpu", block_size=4, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
             poison(llm)
             if chunk == 8:  # as on a GPU: products leave squares for the next ones
-                monkeypatch.setattr(ops, "linear_squares", lambda x, weight, out: 4)
+                monkeypatch.setattr(ops, "linear_squares", lambda x, weight, **options: 4)
             recorded = record_logits(llm)
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
         for seq_id, output in enumerate(outputs):

@@ -17,7 +17,7 @@ from fuzz_calls_ops import Draw  # noqa: E402
 
 import pagedkv.torch as ops  # noqa: E402
 
-FLAGS = ("causal", "add_to_out", "weight_is_constant", "quantize_x", "normalize", "gated", "experts_are_constant", "past_is_constant",
+FLAGS = ("causal", "add_to_out", "weight_is_constant", "quantize_x", "normalize", "gated", "experts_are_constant", "past_is_constant", "batch_invariant",
          "return_lse", "interleaved", "q_at_start")  # fmt: skip
 
 

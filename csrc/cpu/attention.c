@@ -4,6 +4,9 @@
  * many keys and few queries is cut into parts of PART_KEYS keys at fixed positions, and the parts are merged in their
  * order. So what a sequence gets depends on nothing but itself: not on the batch, not on the number of threads. How
  * many KV heads share an item does depend on the threads; heads do not mix, so that changes no result.
+ *
+ * With batch_invariant a query is an item of its own, whose keys are cut as those of a decode are: then it does not matter
+ * either which queries come with it.
  */
 #include "cpu/attention.h"
 #include "cpu/cpu.h"
@@ -107,6 +110,7 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Queries of a sequence that one item takes. */
 static int64_t queries_per_tile(const pk_attention_args *args)
 {
+    if (args->is_batch_invariant) return 1;
     int64_t queries = TILE_ROWS / (args->num_q_heads / args->num_kv_heads);
     return queries ? queries : 1;
 }
@@ -115,8 +119,8 @@ static void cut_keys(const pk_attention_args *args, pk_attention_seq *seq)
 {
     int64_t context = seq->context_len > 0 ? seq->context_len : 1;
     seq->part_keys = context;
-    if (seq->num_queries <= queries_per_tile(args)) /* more queries are work enough for every thread */
-        seq->part_keys = PART_KEYS;
+    const bool are_few = seq->num_queries <= queries_per_tile(args); /* more queries are work enough for every thread */
+    if (are_few || args->is_batch_invariant) seq->part_keys = PART_KEYS;
     int64_t first = pk_visible_keys(args, seq, 0).first, end = pk_visible_keys(args, seq, seq->num_queries - 1).end;
     seq->first_part = first < end ? first / seq->part_keys : 0;
     seq->end_part = first < end ? divide_up(end, seq->part_keys) : 1; /* one item that finishes rows without keys */

@@ -127,6 +127,7 @@ static void order_rows(expert_rows *rows)
             .epilogue = {.out = rows->sums + end * sums_bytes(rows),
                          .out_stride = linear->weight.out_features,
                          .out_dtype = rows->sums_dtype},
+            .is_batch_invariant = linear->is_batch_invariant,
         };
         rows->products[pk_cpu_is_quantized_few(&product) ? rows->num_few++ : --rows->first_other] = product;
         end += count;

@@ -3,6 +3,9 @@
  *
  * Every thread takes blocks of outputs and walks the rows of x in blocks, both small enough to share the L2 cache: the
  * weight comes from memory once, whatever the number of rows, and few rows cost what reading the weight costs.
+ *
+ * Our own kernels form each sum in one order, whatever rows are beside it. So batch_invariant leaves nothing to a BLAS, nor to
+ * the kernels of few rows by a quantised weight.
  */
 #include "cpu/cpu.h"
 #include "cpu/blas.h"
@@ -136,7 +139,8 @@ static int64_t x_bytes(const linear_plan *plan, pk_dtype dtype)
 
 static linear_plan make_plan(const pk_linear_args *args, int num_threads)
 {
-    if (args->x.num_rows >= min_sgemm_rows(args->x.dtype) && fits_sgemm(args) && pk_cpu_find_sgemm())
+    const bool may_be_sgemms = !args->is_batch_invariant && args->x.num_rows >= min_sgemm_rows(args->x.dtype);
+    if (may_be_sgemms && fits_sgemm(args) && pk_cpu_find_sgemm())
         return (linear_plan){.kernel = pk_dot_sgemm,
                              .weight_dtype = args->weight.scales ? PK_F32 : args->weight.dtype,
                              .x_order = args->x.dtype == PK_F32 ? X_AS_IT_IS : X_IN_F32,
@@ -272,7 +276,8 @@ pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_err
         if (each[i].x.num_rows > most->x.num_rows) most = &each[i];
     }
     if (num_rows == 0) return PK_OK; /* of however many outputs */
-    const bool is_onednns = count == 1 && num_rows >= min_onednn_rows(each->x.dtype) && fits_onednn(each);
+    const bool is_onednns =
+        count == 1 && !each->is_batch_invariant && num_rows >= min_onednn_rows(each->x.dtype) && fits_onednn(each);
     if (is_onednns && pk_cpu_onednn_linear(each)) return PK_OK;
     const int64_t products = num_rows * each->weight.out_features * each->weight.in_features;
     int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;

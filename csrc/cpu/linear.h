@@ -42,8 +42,8 @@ enum { PK_MAX_OUTPUT_BLOCK = 256 };
 void pk_cpu_write_sums(const pk_linear_args *args, const pk_dot_args *dot, int64_t first_row, int64_t first_output);
 void pk_cpu_leave_squares(const pk_linear_args *args);
 
-/* linear_quantized.c: whether few rows of x are multiplied with a quantised weight as it is; else a block of it is decoded
- * before it is multiplied. */
+/* linear_quantized.c: whether few rows of x are multiplied with a quantised weight as it is, in an order that depends on how
+ * many they are; else a block of it is decoded before it is multiplied. */
 bool pk_cpu_is_quantized_few(const pk_linear_args *args);
 /* As pk_cpu_multiply_each, of few rows each. */
 pk_status pk_cpu_multiply_quantized(const pk_linear_args *each, int64_t count, int num_threads, pk_error *err);

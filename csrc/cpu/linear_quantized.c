@@ -10,7 +10,7 @@ enum { OUTPUTS = 64 /* of a block */, CACHE_LINE = 64 };
 
 bool pk_cpu_is_quantized_few(const pk_linear_args *args)
 {
-    return args->weight.scales && args->x.num_rows <= pk_cpu_weights()->most_rows;
+    return args->weight.scales && !args->is_batch_invariant && args->x.num_rows <= pk_cpu_weights()->most_rows;
 }
 
 /* The rows of x, `stride` floats apart, as the kernels take them. */

@@ -12,6 +12,7 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_linear_few_int4_kernels,
         &pk_cuda_linear_few_int4_parts_kernels,
         &pk_cuda_linear_sm90_kernels,
+        &pk_cuda_linear_wide_kernels,
         &pk_cuda_expert_few_kernels,
         &pk_cuda_expert_few_fp8_kernels,
         &pk_cuda_expert_few_int4_kernels,

@@ -34,6 +34,9 @@ static pk_status check_numbers(const pk_attention_call *call, pk_error *err)
     if (call->num_splits < 0 || call->num_splits > MAX_SPLITS)
         return pk_fail(err, PK_EVALUE, "num_splits is %lld but must be 0 to %d", (long long)call->num_splits,
                        MAX_SPLITS);
+    if (call->num_splits > 0 && call->is_batch_invariant)
+        return pk_fail(err, PK_EVALUE, "num_splits is %lld but must be 0 with batch_invariant",
+                       (long long)call->num_splits);
     if (call->max_seqlen_q < 0)
         return pk_fail(err, PK_EVALUE, "max_seqlen_q is %lld but must be at least 0", (long long)call->max_seqlen_q);
     return PK_OK;
@@ -114,6 +117,7 @@ static pk_status read_call(pk_env *env, const pk_attention_call *call, pk_attent
         .softcap = call->softcap > 0 ? fmaxf((float)call->softcap, LEAST_SOFTCAP) : 0,
         .num_splits = (int)call->num_splits,
         .is_causal = call->is_causal,
+        .is_batch_invariant = call->is_batch_invariant,
         .past_is_constant = call->past_is_constant,
         .dtype = q->dtype,
         .cache_dtype = k_cache->dtype,

@@ -34,6 +34,8 @@ typedef struct pk_attention_args {
     pk_scale_arg k_scale, v_scale;
     int num_splits; /* 0: the backend chooses; n: up to n ranges of the keys, whatever the batch */
     bool is_causal;
+    bool
+        is_batch_invariant; /* a query's bits depend on what it sees alone, not on the queries beside it or the lengths */
     bool past_is_constant; /* nothing that may still run writes the plan, the tables, or keys before the queries' */
     pk_dtype dtype, cache_dtype;
 } pk_attention_args;
@@ -49,7 +51,7 @@ typedef struct pk_attention_call {
     pk_scale k_scale, v_scale;
     int64_t num_splits;
     const pk_view *plan; /* optional */
-    bool past_is_constant;
+    bool past_is_constant, is_batch_invariant;
     pk_output *out, *lse; /* lse NULL: not wanted */
 } pk_attention_call;
 

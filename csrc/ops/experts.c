@@ -87,6 +87,7 @@ pk_status pk_expert_linear(const pk_expert_linear_call *call, pk_stream stream, 
         .weights = weights ? weights->data : NULL,
         .experts_are_constant = call->experts_are_constant,
     };
+    args.linear.is_batch_invariant = call->is_batch_invariant;
     args.linear.epilogue.is_gated = call->is_gated;
     args.linear.epilogue.adds_to_out = call->adds_to_out;
     return backend->expert_linear(env.device, &args, stream, err);

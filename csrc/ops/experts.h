@@ -45,7 +45,7 @@ typedef struct pk_expert_linear_call {
     const pk_view *x;
     pk_weight_call weight;
     const pk_view *experts, *weights; /* the last is optional */
-    bool is_gated, adds_to_out, weight_is_constant, experts_are_constant;
+    bool is_gated, adds_to_out, weight_is_constant, experts_are_constant, is_batch_invariant;
     pk_output *out;
 } pk_expert_linear_call;
 

@@ -74,6 +74,7 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     args.epilogue.bias = bias ? bias->data : NULL;
     args.weight.is_constant = call->weight_is_constant;
     args.x.may_be_e4m3 = call->quantizes_x;
+    args.is_batch_invariant = call->is_batch_invariant;
     args.epilogue.adds_to_out = call->adds_to_out;
     args.epilogue.is_gated = gate_up != NULL;
     args.epilogue.divides_by_rms = rms_eps != NULL;
@@ -107,6 +108,7 @@ pk_status pk_linear_squares(pk_linear_squares_call *call, pk_stream stream, pk_e
     const pk_backend *backend;
     PK_TRY(read_product(&product, &env, &args, err));
     PK_BACKEND_OP(env.device, linear, &backend, err);
+    args.is_batch_invariant = call->is_batch_invariant;
     call->width = 0;
     if (backend->linear_fuses) backend->linear_fuses(env.device, &args, &call->width);
     return PK_OK;

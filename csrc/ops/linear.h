@@ -64,6 +64,7 @@ typedef struct pk_linear_args {
     pk_rows x;
     pk_weight weight;
     pk_epilogue epilogue;
+    bool is_batch_invariant; /* a row's bits must not depend on how many rows there are, nor on their numbers */
 } pk_linear_args;
 
 /* An algorithm of the GPU's BLAS for one `linear`: opaque, good for one kind of GPU and one version of the library. */
@@ -91,13 +92,14 @@ typedef struct pk_linear_call {
     const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
     const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
     const pk_view *x_squares, *out_squares; /* or NULL */
-    bool adds_to_out, weight_is_constant, quantizes_x;
+    bool adds_to_out, weight_is_constant, quantizes_x, is_batch_invariant;
     pk_output *out;
 } pk_linear_call;
 
 typedef struct pk_linear_squares_call {
     const pk_view *x, *out;
     pk_weight_call weight;
+    bool is_batch_invariant;
     int64_t width; /* the result */
 } pk_linear_squares_call;
 

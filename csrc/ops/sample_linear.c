@@ -24,6 +24,7 @@ static pk_status sample_of_product(const pk_sample_linear_call *call, bool gives
     args.sample.first_token = first_token;
     args.linear = pk_linear_args_of(call->x, &args.linear.weight, call->sample.logits);
     args.linear.weight.is_constant = call->weight_is_constant;
+    args.linear.is_batch_invariant = call->is_batch_invariant;
     return backend->sample_linear(env.device, &args, stream, err);
 }
 

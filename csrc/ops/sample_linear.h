@@ -19,7 +19,7 @@ typedef struct pk_sample_linear_args {
 typedef struct pk_sample_linear_call {
     const pk_view *x;
     pk_weight_call weight;
-    bool weight_is_constant;
+    bool weight_is_constant, is_batch_invariant;
     pk_sample_call sample; /* its logits are memory for the product; it has nothing optional */
     int64_t first_token;   /* of linear_candidates */
 } pk_sample_linear_call;

@@ -13,8 +13,8 @@
 const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "paged_attention_fwd($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
     "max_seqlen_q=None, key_starts=None, table_starts=None, softmax_scale=None, causal=True, window_size=(-1, -1), "
-    "softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, num_splits=0, plan=None, "
-    "past_is_constant=False, out=None, return_lse=False, stream=None)\n--\n\n"
+    "softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, num_splits=0, batch_invariant=False, "
+    "plan=None, past_is_constant=False, out=None, return_lse=False, stream=None)\n--\n\n"
     "Attention over keys and values that lie in pages: decode, prefill, chunked prefill and any mix of them.\n"
     "\n"
     "Args:\n"
@@ -45,6 +45,9 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "    num_splits: parts in which the keys of a sequence are done in parallel. 0 chooses; a number (the most parts)\n"
     "        fixes the order of additions whatever the batch. The CPU does a sequence's keys in parts of 1,024 by\n"
     "        whatever number, so that its results never depend on the batch.\n"
+    "    batch_invariant: True makes a query's bits depend on that query and the keys that it sees alone: not on the batch,\n"
+    "        nor on the queries and the number of keys of its own sequence. So a prompt may be cut anywhere. All queries\n"
+    "        take the way of decode then, one part a sequence: prompts take longer, and so does a long context alone.\n"
     "    plan: what plan_attention returned for the same shapes and lengths; None: this call makes its own.\n"
     "    past_is_constant: True promises that since the last copy or graph launch on the stream nothing has written\n"
     "        block_tables, or keys and values in front of the queries' own. With a plan, CUDA then reads them while\n"
@@ -59,13 +62,13 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PY_OP(paged_attention_fwd, BATCH, P(OPTIONAL_DOUBLE, softmax_scale), P_AS(BOOL, causal, is_causal),
       P_AS(PAIR, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),
-      P(SCALE, k_scale), P(SCALE, v_scale), P(INT, num_splits), P(OPTIONAL, plan), P(BOOL, past_is_constant),
-      P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
+      P(SCALE, k_scale), P(SCALE, v_scale), P(INT, num_splits), P_AS(BOOL, batch_invariant, is_batch_invariant),
+      P(OPTIONAL, plan), P(BOOL, past_is_constant), P(OUTPUT, out), P_AS(WANTS_OUTPUT, return_lse, lse));
 
 const char py_plan_attention_doc[] = PyDoc_STR(
     "plan_attention($module, q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, "
-    "max_seqlen_q=None, key_starts=None, table_starts=None, causal=True, window_size=(-1, -1), num_splits=0, out=None, "
-    "stream=None)\n--\n\n"
+    "max_seqlen_q=None, key_starts=None, table_starts=None, causal=True, window_size=(-1, -1), num_splits=0, "
+    "batch_invariant=False, out=None, stream=None)\n--\n\n"
     "Divides a batch among the processors of a GPU, once for all layers of a step: with plan=plan, no call of\n"
     "paged_attention_fwd has to do it for itself.\n"
     "\n"
@@ -83,4 +86,4 @@ const char py_plan_attention_doc[] = PyDoc_STR(
     "        a row that was overwritten, it masks and records for check_errors(); until that has raised, other\n"
     "        results of the stream may be wrong.\n");
 PY_OP(plan_attention, BATCH, P_AS(BOOL, causal, is_causal), P_AS(PAIR, window_size, window), P(INT, num_splits),
-      P(OUTPUT, out));
+      P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));

@@ -27,7 +27,7 @@ PY_OP(route_experts, P(TENSOR, logits), P(BOOL, normalize), P(WRITTEN, out_exper
 #define CALL pk_expert_linear_call
 const char py_expert_linear_doc[] = PyDoc_STR(
     "expert_linear($module, x, weight, experts, *, weights=None, weight_scales=None, weight_zeros=None, "
-    "weight_block=None, gated=False, add_to_out=False, weight_is_constant=False, experts_are_constant=False, out=None, stream=None)\n--\n\n"
+    "weight_block=None, gated=False, add_to_out=False, weight_is_constant=False, experts_are_constant=False, batch_invariant=False, out=None, stream=None)\n--\n\n"
     "Multiplies each token by the weights of its experts, accumulated in float32: out[t, j] = x[t] @\n"
     "weight[experts[t, j]].T, or, with `weights`, out[t] = the sum over j of weights[t, j] * (x[t, j] @\n"
     "weight[experts[t, j]].T).\n"
@@ -50,7 +50,8 @@ const char py_expert_linear_doc[] = PyDoc_STR(
     "        weights.\n"
     "    experts_are_constant: True promises that the operation before this one on the stream is expert_linear with the\n"
     "        same experts, which have not been written since. With weight_is_constant few tokens on a Hopper GPU then\n"
-    "        fetch weights while that one still runs. The bits are the same; a broken promise may read old experts.\n" PY_DOC_OUT
+    "        fetch weights while that one still runs. The bits are the same; a broken promise may read old experts.\n"
+    "    batch_invariant: True makes a token's bits depend on its own row, experts and weights alone.\n" PY_DOC_OUT
         PY_DOC_STREAM
     "\n"
     "Returns:\n"
@@ -60,4 +61,4 @@ const char py_expert_linear_doc[] = PyDoc_STR(
     "        check_errors().\n");
 PY_OP(expert_linear, P(FACTOR, x), P_WEIGHT, P(TENSOR, experts), P(OPTIONAL, weights), P_WEIGHT_SCALES,
       P_AS(BOOL, gated, is_gated), P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
-      P(BOOL, experts_are_constant), P(OUTPUT, out));
+      P(BOOL, experts_are_constant), P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));

@@ -8,7 +8,7 @@
 const char py_linear_doc[] = PyDoc_STR(
     "linear($module, x, weight, bias=None, *, weight_scales=None, weight_zeros=None, weight_block=None, "
     "gate_up=None, rms_eps=None, x_squares=None, out_squares=None, add_to_out=False, weight_is_constant=False, "
-    "quantize_x=False, out=None, stream=None)\n--\n\n"
+    "quantize_x=False, batch_invariant=False, out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n"
     "\n"
     "Of a quantised weight the values are used as they are, for few rows on the CPU, or each is rounded to x's dtype first.\n"
@@ -43,7 +43,11 @@ const char py_linear_doc[] = PyDoc_STR(
     "    quantize_x: True allows many rows to be rounded to float8 where the weight is float8, with a scale for each row,\n"
     "        or for each 128 neighbours of a row, as the weight has them: a Hopper GPU multiplies them twice as fast. The\n"
     "        error is then that of 4 bits, 2 to 3 % of a product's deviation. Checkpoints with dynamic activations want\n"
-    "        it.\n" PY_DOC_OUT PY_DOC_STREAM
+    "        it. Not with batch_invariant, which takes x as it is.\n"
+    "    batch_invariant: True makes the bits of a row of out depend on its row of x alone: not on how many rows there are,\n"
+    "        nor on the others. One kernel then answers for any number of rows: on a Hopper GPU that of 9 to 112 rows,\n"
+    "        elsewhere that of few rows, again and again. Give x_squares to all calls of a product or to none.\n" PY_DOC_OUT
+        PY_DOC_STREAM
     "\n"
     "Returns:\n"
     "    out, [num_rows, out_features] of x's dtype (a given one may be float32); with gate_up [num_rows,\n"
@@ -51,25 +55,27 @@ const char py_linear_doc[] = PyDoc_STR(
 PY_OP(linear, P(FACTOR, x), P_WEIGHT, P(OPTIONAL, bias), P_WEIGHT_SCALES, P(OPTIONAL_WRITTEN, gate_up),
       P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares), P(OPTIONAL_WRITTEN, out_squares),
       P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P_AS(BOOL, quantize_x, quantizes_x),
-      P(OUTPUT, out));
+      P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));
 
 #undef CALL
 #define CALL pk_linear_squares_call
 const char py_linear_squares_doc[] = PyDoc_STR(
-    "linear_squares($module, x, weight, *, weight_scales=None, weight_zeros=None, weight_block=None, out)\n--\n\n"
+    "linear_squares($module, x, weight, *, weight_scales=None, weight_zeros=None, weight_block=None, "
+    "batch_invariant=False, out)\n--\n\n"
     "How many neighbouring outputs a sum of squares has that linear(x, weight, out=out) leaves in passing.\n"
     "\n"
     "Args:\n"
-    "    x, weight, weight_scales, weight_zeros, weight_block, out: those of linear.\n"
+    "    x, weight, weight_scales, weight_zeros, weight_block, batch_invariant, out: those of linear.\n"
     "\n"
     "Returns:\n"
     "    With out_squares [num_rows, out_features / this] the product takes as long as without: 64 for 9 to 112 rows on a\n"
-    "        Hopper GPU. Or 0: out_squares takes a kernel of its own.\n" PY_DOC_RAISES);
+    "        Hopper GPU, for any number with batch_invariant. Or 0: out_squares takes a kernel of its own.\n" PY_DOC_RAISES);
 static PyObject *width_of_squares(const void *call)
 {
     return PyLong_FromLongLong(((const pk_linear_squares_call *)call)->width);
 }
-PY_OP_RETURNING(linear_squares, width_of_squares, P(TENSOR, x), P_WEIGHT, P_WEIGHT_SCALES, P(TENSOR, out));
+PY_OP_RETURNING(linear_squares, width_of_squares, P(TENSOR, x), P_WEIGHT, P_WEIGHT_SCALES,
+                P_AS(BOOL, batch_invariant, is_batch_invariant), P(TENSOR, out));
 
 #undef CALL
 #define CALL pk_linear_algorithm_call

@@ -68,7 +68,7 @@ enum {
         PY_NUM_SIGNATURES
 };
 
-#define PY_MAX_PARAMS 24
+#define PY_MAX_PARAMS 28
 
 typedef struct {
     char function[32];              /* for messages: "store_kvcache" */

@@ -8,8 +8,8 @@
 const char py_qkv_attention_fwd_doc[] = PyDoc_STR(
     "qkv_attention_fwd($module, qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, "
     "block_tables, context_lens, *, rms_of=None, rms_squares=None, eps=1e-06, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, "
-    "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, plan=None, past_is_constant=False, out=None, "
-    "stream=None)\n--\n\n"
+    "window_size=(-1, -1), k_scale=None, v_scale=None, num_splits=0, batch_invariant=False, plan=None, past_is_constant=False, "
+    "out=None, stream=None)\n--\n\n"
     "All that attention does after a fused projection: q = qk_norm_rope_store(qkv, ...), which stores the new keys\n"
     "and values, then causal paged_attention_fwd(q, ...). For few sequences with one token each, a GPU does both in\n"
     "one kernel, which can start while the projection still runs: up to 112 sequences (96 over an fp8 cache) with at\n"
@@ -37,5 +37,6 @@ PY_OP(qkv_attention_fwd, P_AS(TENSOR, qkv, rope.qkv), P_AS(OPTIONAL, q_weight, r
       P_AS(OPTIONAL, cu_seqlens_q, attention.cu_seqlens_q), P_AS(INT, max_seqlen_q, attention.max_seqlen_q),
       P_AS(OPTIONAL_DOUBLE, softmax_scale, attention.softmax_scale), P_AS(PAIR, window_size, attention.window),
       P_AS(SCALE, k_scale, rope.k_scale), P_AS(SCALE, v_scale, rope.v_scale),
-      P_AS(INT, num_splits, attention.num_splits), P_AS(OPTIONAL, plan, attention.plan),
-      P_AS(BOOL, past_is_constant, attention.past_is_constant), P_AS(OUTPUT, out, attention.out));
+      P_AS(INT, num_splits, attention.num_splits), P_AS(BOOL, batch_invariant, attention.is_batch_invariant),
+      P_AS(OPTIONAL, plan, attention.plan), P_AS(BOOL, past_is_constant, attention.past_is_constant),
+      P_AS(OUTPUT, out, attention.out));

@@ -69,6 +69,7 @@ def build(
         devices=devices_of_ranks(device, num_ranks), block_size=options.block_size, max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len, lora=lora,
         batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
+        batch_invariant=options.batch_invariant,
     )  # fmt: skip
     runner, checkpoint = plan.make() if num_ranks == 1 else plan.make_all()
     try:
@@ -113,7 +114,7 @@ def build(
             "dtype": dtype,
             "kv_cache_dtype": kv_cache_dtype,
             "block_size": str(options.block_size),
-        }
+        } | ({"batch_invariant": "True"} if options.batch_invariant else {})
 
     return EngineCore(runner, scheduler, owner), adapters, memory.by_name, identity
 

@@ -49,6 +49,9 @@ class EngineOptions:
         gpu_memory_utilization: the share of a GPU's memory that may be in use: by the weights, the scratch memory of
             operations, graphs and the pool, and by other processes
         enforce_eager: no CUDA graphs: the same tokens and a shorter start, but slower steps
+        batch_invariant: the bits of a token depend on its request alone, whatever else runs, however its prompt is
+            cut, and whether its prefix was cached, it was preempted, or its steps were graphs. Steps take longer: see
+            docs/engine.md
         swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
             0: all of it is
         max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
@@ -79,6 +82,7 @@ class EngineOptions:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    batch_invariant: bool = False
     swap_space: int = 0
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -100,7 +104,7 @@ class EngineOptions:
             if getattr(self, name) not in allowed:
                 right = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
                 raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
-        for name in ("enable_prefix_caching", "enforce_eager", "enable_lora"):
+        for name in ("enable_prefix_caching", "enforce_eager", "batch_invariant", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")
         share = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, is_open=True)

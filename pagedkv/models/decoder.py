@@ -60,13 +60,14 @@ class Decoder:
         cos_sin = ops.asarray(table, device=source.device)
         self.eps = config.rms_norm_eps
         self.comm, rows = source.comm, config.vocab_rows
+        self.batch_invariant = source.batch_invariant
         self.embedding = source.load("model.embed_tokens.weight", rows, config.hidden_size)
         # Of several ranks: where its rows begin.
         self._first_row = None if self.comm is None else ranges_of(rows)[0][0]
         self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
         self.norm = source.load("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            head = Linear(Weight(self.embedding))
+            head = Linear(Weight(self.embedding), batch_invariant=source.batch_invariant)
         else:
             head = source.linear({"lm_head": rows}, config.hidden_size)
         self.head = Head(head, rows, config.vocab_size, self.comm)
@@ -120,6 +121,8 @@ class Decoder:
         return {window: ops.empty((num_rows, 12), "int32", self.device) for window in windows}
 
     def tune(self, num_tokens: Sequence[int], num_rows: Sequence[int]) -> None:
+        if self.batch_invariant:
+            return  # there is nothing to choose: cuBLASLt's algorithms answer none of its products
         blocks: list[Block] = [layer.attention for layer in self.layers] + [layer.mlp for layer in self.layers]
         tune([each for block in blocks for each in block.into_new], num_tokens, self.dtype)
         into_residual = [each for block in blocks for each in block.into_residual]
@@ -178,6 +181,7 @@ class Decoder:
                 cu_seqlens_q=batch.cu_seqlens_q,
                 max_seqlen_q=batch.max_seqlen_q,
                 window_size=window,
+                batch_invariant=self.batch_invariant,
                 out=plan,
             )
 

@@ -31,8 +31,10 @@ class DummyCheckpoint(TensorSource):
     def __init__(
         self, dtype: str, device: str,
         quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.dtype, self.device, self.quantization, self.lora, self.comm = dtype, device, quantization, lora, comm
+        self.batch_invariant = batch_invariant
         self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
         self.pool = self._placed(self.normal * np.float32(DEVIATION))
         self.upload = Upload(device)

@@ -16,9 +16,9 @@ class ExpertLinear:
     """x @ weight.T of experts, which have one weight [num_experts, out_features, in_features]: the only caller of
     expert_linear."""
 
-    def __init__(self, weight: Weight, comm: Communicator | None = None) -> None:
-        """comm: see Linear."""
-        self.weight, self.comm = weight, comm
+    def __init__(self, weight: Weight, comm: Communicator | None = None, batch_invariant: bool = False) -> None:
+        """comm, batch_invariant: see Linear."""
+        self.weight, self.comm, self.batch_invariant = weight, comm, batch_invariant
 
     def product(
         self,
@@ -41,6 +41,7 @@ class ExpertLinear:
             add_to_out=add_to_out,
             weight_is_constant=True,
             experts_are_constant=experts_are_constant,
+            batch_invariant=self.batch_invariant,
             out=out,
         )
 
@@ -57,12 +58,14 @@ def load_experts(
     each = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
     if source.has(joined):
         if quantization is None or not quantization.covers(joined):
-            return ExpertLinear(Weight(source.load(joined, num_experts, size, in_features)), comm)
+            weight = Weight(source.load(joined, num_experts, size, in_features))
+            return ExpertLinear(weight, comm, source.batch_invariant)
         parts = _parts_of_joined(source, joined, num_experts, size, in_features)
     elif quantization is None or not any(map(quantization.covers, each)):
         weights = {f"{one}.weight": count for one, count in each.items()}
         stacked = source.load_stacked(weights, in_features)
-        return ExpertLinear(Weight(stacked.view((num_experts, size, in_features))), comm)
+        weight = Weight(stacked.view((num_experts, size, in_features)))
+        return ExpertLinear(weight, comm, source.batch_invariant)
     else:
         parts = [source.part(one, count, in_features) for one, count in each.items()]
         for one, part in zip(each, parts, strict=True):
@@ -70,7 +73,7 @@ def load_experts(
                 raise NotImplementedError(
                     f"{one} is quantised in another way than {next(iter(each))}; one for all experts is supported"
                 )
-    return ExpertLinear(source.place(parts, num_experts), comm)
+    return ExpertLinear(source.place(parts, num_experts), comm, source.batch_invariant)
 
 
 def _parts_of_joined(source: TensorSource, name: str, num_experts: int, num_rows: int, in_features: int) -> list[Part]:

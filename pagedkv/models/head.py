@@ -42,7 +42,8 @@ class Head:
     ) -> Tensor:
         (weight,) = self.linear.weights
         numbers = {"temperatures": temperatures, "seeds": seeds, "positions": positions}
-        options = weight.arguments | numbers | {"weight_is_constant": True}
+        options = weight.arguments | numbers
+        options |= {"weight_is_constant": True, "batch_invariant": self.linear.batch_invariant}
         if self.comm is None:
             return ops.sample_linear(hidden, **options, logits=logits, out=out)
         shape, candidates = (len(hidden), self._num_tokens), self._candidates[: len(hidden)]

@@ -77,7 +77,7 @@ class Attention(Block):
         self, config: DecoderConfig, source: TensorSource, cos_sin: Tensor, layer: KVLayer, *, name: str, norm: str
     ) -> None:
         self.num_q_heads, self.head_dim, self.cos_sin = config.num_q_heads, layer.head_dim, cos_sin
-        self.window = window_size(layer.window)
+        self.window, self.batch_invariant = window_size(layer.window), source.batch_invariant
         q_size, kv_size = config.num_q_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         rows = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         self.qkv = source.linear(rows, config.hidden_size, has_bias=config.qkv_bias, takes_adapters=True)
@@ -124,6 +124,7 @@ class Attention(Block):
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
             window_size=self.window,
+            batch_invariant=self.batch_invariant,
             plan=batch.plans.get(self.window),
             past_is_constant=True,
             out=self.heads(buffers.attention),

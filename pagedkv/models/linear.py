@@ -24,13 +24,15 @@ class Linear:
     Weights are promised to be constant: a kernel may fetch them before its turn.
 
     lora: memory for adapters of its projections; empty: it takes none.
-    comm: of ranks that have a share of the inputs each, so that a product is one of the terms of the whole."""
+    comm: of ranks that have a share of the inputs each, so that a product is one of the terms of the whole.
+    batch_invariant: see ops.linear."""
 
     def __init__(
         self, *weights: Weight, bias: Tensor | None = None, lora: Sequence[LoraPart] = (),
-        comm: Communicator | None = None,
+        comm: Communicator | None = None, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.weights, self.bias, self.lora, self.comm = weights, bias, lora, comm
+        self.batch_invariant = batch_invariant
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +86,7 @@ class Linear:
             x_squares=x_squares,
             out_squares=out_squares,
             add_to_out=add_to_out,
+            batch_invariant=self.batch_invariant,
             out=out,
         )
 
@@ -93,7 +96,8 @@ class Linear:
         for weight in self.weights:
             end = start + len(weight.data)
             bias = None if self.bias is None else self.bias[start:end]
-            _multiply(x, weight, bias, add_to_out=add_to_out, out=product[:, start:end])
+            options = {"add_to_out": add_to_out, "batch_invariant": self.batch_invariant}
+            _multiply(x, weight, bias, **options, out=product[:, start:end])
             start = end
         return out if gate_up is None else ops.silu_and_mul(product, out=out)
 
@@ -106,7 +110,9 @@ class Linear:
 
     def squares_width(self, x: Tensor, out: Tensor) -> int:
         """See ops.linear_squares. Several weights leave none."""
-        return ops.linear_squares(x, **self.weights[0].arguments, out=out) if len(self.weights) == 1 else 0
+        if len(self.weights) > 1:
+            return 0
+        return ops.linear_squares(x, **self.weights[0].arguments, batch_invariant=self.batch_invariant, out=out)
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, **options: Any) -> Tensor:
@@ -130,6 +136,7 @@ class TensorSource(ABC):
     quantization: Quantization | None = None  # in which form the weights of products are there
     lora: LoraSize | None = None  # what memory products have for adapters
     comm: Communicator | None = None  # of the ranks that have the tensors' shares; None: one has all
+    batch_invariant: bool = False  # no token's bits may depend on the other tokens of a step
     dequantised: list[str]  # those that could not stay as they were
 
     @abstractmethod
@@ -173,9 +180,11 @@ class TensorSource(ABC):
         comm = self.comm if isinstance(in_features, Share) else None
         if self.quantization is None or not any(map(self.quantization.covers, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
-            return Linear(Weight(self._joined(weights, in_features)), bias=bias, lora=lora, comm=comm)
-        parts = [self.part(name, count, in_features) for name, count in rows.items()]
-        return Linear(*map(self.place, stackable(parts)), bias=bias, lora=lora, comm=comm)
+            placed = [Weight(self._joined(weights, in_features))]
+        else:
+            parts = [self.part(name, count, in_features) for name, count in rows.items()]
+            placed = [self.place(each) for each in stackable(parts)]
+        return Linear(*placed, bias=bias, lora=lora, comm=comm, batch_invariant=self.batch_invariant)
 
     def _lora_parts(self, rows: Mapping[str, int], in_features: int, size: LoraSize) -> list[LoraPart]:
         parts: list[LoraPart] = []

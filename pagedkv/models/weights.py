@@ -41,9 +41,10 @@ class Checkpoint(TensorSource):
     def __init__(
         self, folder: Path, dtype: str, device: str,
         quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.folder, self.dtype, self.device, self.quantization = folder, dtype, device, quantization
-        self.lora, self.comm = lora, comm
+        self.lora, self.comm, self.batch_invariant = lora, comm, batch_invariant
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()

@@ -48,8 +48,9 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     bool is_hopper = pk_cuda_attention_prefill_sm90_applies(&usual, device);
 
     int64_t group = args->num_q_heads / args->num_kv_heads, most_rows = group * args->max_seqlen_q;
-    int64_t few = pk_ceil_div(group, 8) * 8;                        /* no fewer rows than those of one new token */
-    bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128); /* a group in an item */
+    int64_t few = pk_ceil_div(group, 8) * 8;                            /* no fewer rows than those of one new token */
+    bool fits_prefill = group <= (args->head_dim > 128 ? 64 : 128);     /* a group in an item */
+    if (args->is_batch_invariant) return {false, all, none, is_hopper}; /* nor on how many queries it has */
     if (args->num_splits > 0) { /* a sequence's kernel may not depend on the others */
         if (!fits_prefill || most_rows <= few) return {false, all, none, is_hopper};
         return {false, {0, few}, {few, INT64_MAX}, is_hopper};

@@ -39,11 +39,10 @@ __device__ static inline void add(row_state &state, const row_state &other)
     add(state.output, weight, other.output);
 }
 
-/* load(0) + load(1) + ..., an even number of them. */
+/* result + load(0) + load(1) + ..., an even number of them. */
 template <typename Load>
-__device__ static inline row_state add_up(int count, Load load)
+__device__ static inline row_state add_up(int count, Load load, row_state result = {PK_NO_SCORE, 0, {}})
 {
-    row_state result = {PK_NO_SCORE, 0, {}};
     for (int i = 0; i < count; i += 2) {
         row_state one = load(i), two = load(i + 1);
         rebase(result, fmaxf(result.max, fmaxf(one.max, two.max)));

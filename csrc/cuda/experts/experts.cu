@@ -1,9 +1,12 @@
 /* experts.cu - mixture of experts: which experts a token has, and which kernel answers expert_linear: that for Hopper
  * (grouped.cu), that for few tokens (few.cu), or a plain one for everything (any.cu). */
-#include "cuda/experts/experts.h"
+#include "cuda/experts/few_plan.h"
+#include "cuda/experts/lists.h"
 #include "cuda/pack.h"
 #include "ops/sample.h"
 #include "ops/sampling.h"
+
+#include <algorithm>
 
 enum { ROUTE_WARPS = 4, MOST_OF_LANE = PK_MAX_EXPERTS / 32, FEW_OF_LANE = 4 };
 static_assert(PK_MAX_EXPERTS_OF_TOKEN <= 32, "a lane has one of them");
@@ -75,6 +78,24 @@ pk_status pk_cuda_route_experts(const pk_route_args *args, const pk_cuda_call &c
     });
 }
 
+/* One kernel for any number of tokens: with few pairs at a time that for Hopper rounds no product, and that for few tokens has
+ * but few. */
+static pk_status launch_invariant(const pk_expert_linear_args *args, bool is_grouped, const pk_cuda_call &call)
+{
+    int64_t most = LISTED_PAIRS / args->num_chosen;
+    if (!is_grouped) most = std::min<int64_t>(EXPERT_ROWS, EXPERT_FEW_PAIRS / args->num_chosen);
+    const pk_expert_linear_args first = pk_experts_of_tokens(args, 0, most);
+    if (!is_grouped && !pk_cuda_experts_few_applies(&first)) return pk_cuda_experts_any(args, call);
+    const auto launch = is_grouped ? pk_cuda_experts_grouped : pk_cuda_experts_few;
+    for (int64_t at = 0; at < args->linear.x.num_rows; at += most) {
+        const int64_t left = args->linear.x.num_rows - at;
+        pk_expert_linear_args some = pk_experts_of_tokens(args, at, left < most ? left : most);
+        if (at > 0) some.experts_are_constant = false; /* the operation before has other tokens */
+        PK_TRY(launch(&some, call));
+    }
+    return PK_OK;
+}
+
 pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
     const pk_weight &weight = args->linear.weight;
@@ -82,6 +103,7 @@ pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda
     /* Few tokens take less time with float8 that is decoded than with it as it lies: 42 us of a layer of 30B-A3B beside 45
      * for one, 196 beside 252 for 8. With int4 it is the other way: 53 beside 43, 259 beside 248. */
     const bool is_grouped = pk_cuda_experts_grouped_applies(args, call.device);
+    if (args->linear.is_batch_invariant) return launch_invariant(args, is_grouped, call);
     if (is_grouped && form_of(weight) != IN_INT4) return pk_cuda_experts_grouped(args, call);
     if (pk_cuda_experts_few_applies(args)) return pk_cuda_experts_few(args, call);
     if (is_grouped) return pk_cuda_experts_grouped(args, call);

@@ -10,6 +10,20 @@ __host__ __device__ static inline int64_t pk_num_pairs(const pk_expert_linear_ar
     return args->linear.x.num_rows * args->num_chosen;
 }
 
+/* Some of the tokens. */
+static inline pk_expert_linear_args pk_experts_of_tokens(const pk_expert_linear_args *args, int64_t first,
+                                                         int64_t count)
+{
+    const int64_t bytes = (int64_t)pk_dtype_bytes(args->linear.x.dtype);
+    pk_expert_linear_args some = *args;
+    some.linear.x.num_rows = count;
+    some.linear.x.data = (const char *)args->linear.x.data + first * args->linear.x.stride * bytes;
+    some.linear.epilogue.out = (char *)args->linear.epilogue.out + first * args->linear.epilogue.out_stride * bytes;
+    some.experts = args->experts + first * args->num_chosen;
+    if (args->weights) some.weights = args->weights + first * args->num_chosen;
+    return some;
+}
+
 /* How a weight comes: in x's dtype, or quantised. */
 enum weight_form { AS_X, IN_FLOAT8, IN_INT4 };
 static inline weight_form form_of(const pk_weight &weight)

@@ -216,13 +216,8 @@ pk_status pk_cuda_experts_grouped(const pk_expert_linear_args *args, const pk_cu
     int64_t most = args->linear.x.num_rows;
     if (args->weights) most = MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1;
     for (int64_t first = 0; first < args->linear.x.num_rows; first += most) {
-        pk_expert_linear_args some = *args;
-        const int64_t left = args->linear.x.num_rows - first, bytes = (int64_t)pk_dtype_bytes(args->linear.x.dtype);
-        some.linear.x.num_rows = left < most ? left : most;
-        some.linear.x.data = (const char *)args->linear.x.data + first * args->linear.x.stride * bytes;
-        some.linear.epilogue.out = (char *)args->linear.epilogue.out + first * args->linear.epilogue.out_stride * bytes;
-        some.experts = args->experts + first * args->num_chosen;
-        if (args->weights) some.weights = args->weights + first * args->num_chosen;
+        const int64_t left = args->linear.x.num_rows - first;
+        const pk_expert_linear_args some = pk_experts_of_tokens(args, first, left < most ? left : most);
         PK_TRY(multiply(&some, call));
     }
     return PK_OK;

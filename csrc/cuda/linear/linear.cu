@@ -3,6 +3,10 @@
  *
  * For cuBLASLt a bias is written to `out` first, and the product is added to it (beta = 1): with one rounding. Where
  * `out` is added to, cuBLASLt adds a bias of out's dtype by itself, for the same reason. BLAS cannot express rows that overlap or run backwards; they take a plain kernel.
+ *
+ * With batch_invariant one kernel answers for any number of rows, chosen by the weight and by how things lie. Each of them
+ * forms the sums of a row in an order that depends on the weight alone; cuBLASLt's, which depends on the number of rows, is
+ * none of them.
  */
 #include "cuda/linear/linear.h"
 #include "cuda/linear/cublaslt.h"
@@ -74,7 +78,7 @@ static bool is_blas(const pk_linear_args *args)
 template <typename T, typename Out>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    bool by_blas = is_blas(args);
+    bool by_blas = !args->is_batch_invariant && is_blas(args);
     if (by_blas && args->epilogue.bias && !pk_cuda_blas_adds_bias(args)) {
         dim3 grid((unsigned)pk_ceil_div(args->weight.out_features, 256),
                   (unsigned)(args->x.num_rows < 1024 ? args->x.num_rows : 1024));
@@ -85,11 +89,48 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     return pk_cuda_launch(call, "linear_any_kernel", linear_any_kernel<T, Out>, grid, dim3(256), 0, *args);
 }
 
+/* Some of the rows. */
+static pk_linear_args rows_of(const pk_linear_args *args, int64_t first, int64_t count)
+{
+    pk_linear_args some = *args;
+    pk_epilogue &to = some.epilogue;
+    some.x.num_rows = count;
+    some.x.data = (const char *)args->x.data + first * args->x.stride * (int64_t)pk_dtype_bytes(args->x.dtype);
+    to.out = (char *)to.out + first * to.out_stride * (int64_t)pk_dtype_bytes(to.out_dtype);
+    if (some.x.squares) some.x.squares += first * some.x.num_squares;
+    if (to.squares) to.squares += first * to.num_squares;
+    return some;
+}
+
+/* The kernel of few rows, as often as it takes. */
+enum { FEW_AT_ONCE = 8 /* for which there is an instance, whatever the weight */ };
+static pk_status launch_few_again(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    for (int64_t first = 0; first < args->x.num_rows; first += FEW_AT_ONCE) {
+        const int64_t left = args->x.num_rows - first;
+        const pk_linear_args some = rows_of(args, first, left < FEW_AT_ONCE ? left : FEW_AT_ONCE);
+        PK_TRY(pk_cuda_linear_few(&some, call));
+    }
+    return PK_OK;
+}
+
 /* Or NULL, where cuBLASLt or a plain kernel answers: a quantised weight is dequantised for them. */
 static pk_cuda_launcher<pk_linear_args> *own_kernel(const pk_linear_args *args, const pk_cuda_device *device)
 {
+    if (args->is_batch_invariant) {
+        if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device))
+            return pk_cuda_linear_is_wide(args, device) ? pk_cuda_linear_wide : pk_cuda_linear_sm90;
+        const pk_linear_args some = rows_of(args, 0, FEW_AT_ONCE);
+        return pk_cuda_linear_few_applies(&some, device) ? launch_few_again : nullptr;
+    }
     if (!args->weight.scales && pk_cuda_linear_sm90_applies(args, device)) return pk_cuda_linear_sm90;
     return pk_cuda_linear_few_applies(args, device) ? pk_cuda_linear_few : nullptr;
+}
+
+/* Whether it leaves a sum of squares for each of its tiles, and divides by those that were left. */
+static bool has_tiles(pk_cuda_launcher<pk_linear_args> *launch_own)
+{
+    return launch_own == pk_cuda_linear_sm90 || launch_own == pk_cuda_linear_wide;
 }
 
 /* The product with some rows of a quantised weight, once they lie at `weight`. */
@@ -123,8 +164,7 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
     if (args->x.num_rows == 0 || args->weight.out_features == 0) return PK_OK;
     auto launch_own = own_kernel(args, call.device);
     const int64_t num_squares = args->epilogue.squares ? args->epilogue.num_squares : 0;
-    const bool in_passing =
-        launch_own == pk_cuda_linear_sm90 && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
+    const bool in_passing = has_tiles(launch_own) && num_squares * LINEAR_SM90_TILE == args->weight.out_features;
     if (launch_own && (in_passing || num_squares == 0)) return launch_own(args, call);
     pk_linear_args without_squares = *args;
     without_squares.epilogue.squares = nullptr;
@@ -136,7 +176,7 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
             PK_TRY(launch_own(&without_squares, call));
         else if (!args->weight.scales)
             PK_TRY(multiply(args, call));
-        else if (pk_cuda_linear_fp8_applies(args, call.device))
+        else if (!args->is_batch_invariant && pk_cuda_linear_fp8_applies(args, call.device))
             PK_TRY(pk_cuda_linear_fp8(args, call, multiply));
         else
             PK_TRY(multiply_dequantized(&without_squares, call));
@@ -153,7 +193,7 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args, int64_t 
     *width = 0;
     if (call.status != PK_OK) return false;
     auto launch_own = own_kernel(args, call.device);
-    if (launch_own != pk_cuda_linear_sm90) return launch_own;
+    if (!has_tiles(launch_own)) return launch_own;
     if (args->weight.out_features % LINEAR_SM90_TILE == 0) *width = LINEAR_SM90_TILE;
     return !args->epilogue.divides_by_rms ||
            (args->x.squares && args->x.num_squares % 4 == 0 && pk_are_multiples(16, args->x.squares));

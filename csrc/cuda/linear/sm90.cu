@@ -1,13 +1,13 @@
 /* sm90.cu - linear for 9 to 112 rows of bf16 or f16 on Hopper, in little more than the time of reading the weight
- * once.
+ * once; with batch_invariant for any number of rows.
  *
  * A CTA multiplies a tile of 64 outputs (M of wgmma: the weight is operand A) by all rows (operand B: N is 16 to 112;
  * rows beyond are zeros). One warp copies, one warpgroup multiplies, a ring of stages lies between them. Where the
  * outputs are to be divided by a root mean square, another warpgroup adds up the squares that the product before has
  * left. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA
  * writes some of the rows: it gets the other CTAs' sums of these rows and adds all of them in order. How many CTAs
- * divide a tile depends on the weight and on whether there are more than 48 rows. So on either side of that border a
- * row's bits do not depend on the other rows.
+ * divide a tile depends on the weight and on whether there are more than 48 rows, which batch_invariant does not ask. So on
+ * either side of that border a row's bits do not depend on the other rows. More than 128 rows are several blocks.
  *
  * As in few.cu, copies start before the previous kernel has ended, and some of the work between two products is
  * done here. Of up to 48 rows two CTAs have room on an SM, this kernel's and the next one's, which may start at once.
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
         return;
     }
 
-    const sm90_writer<T, N> writer(cta, params.args, scales);
+    const sm90_writer<T, sm90_cta<T, N>> writer(cta, params.args, scales);
     const int column = writer.column, first_row = writer.first_row;
     pk_wait_for_previous_kernel();
     if (params.args.epilogue.divides_by_rms && !cta.multiplies())
-        cta.fill_scales(scales, writer.row_base, writer.num_rows());
+        fill_scales<N>(scales, params.args, writer.row_base, writer.num_rows());
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
@@ -71,20 +71,20 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 
 // --- launchers
 
-/* How a product is divided. */
-struct division {
-    int64_t width, num_tiles, num_units, num_splits; /* of a tile as it is written; units: of STEP inputs */
-    bool is_short() const { return num_units <= num_splits * thresholds::SM90_MAX_UNITS; } /* a CTA's way */
-};
+/* Whether a CTA's way is short. */
+static bool is_short(const linear_sm90_division &all)
+{
+    return all.num_units <= all.num_splits * thresholds::SM90_MAX_UNITS;
+}
 
-static division divide(const pk_linear_args *args, const pk_cuda_device *device)
+linear_sm90_division pk_cuda_linear_sm90_divide(const pk_linear_args *args, const pk_cuda_device *device)
 {
     int64_t halves = args->epilogue.is_gated ? 2 : 1, width = TILE / halves, splits = 1;
     int64_t tiles = pk_ceil_div(args->weight.out_features / halves, width),
             units = pk_ceil_div(args->weight.in_features, STEP);
     while (splits < MAX_SPLITS && units > splits * EARLY_UNITS) {
-        bool all_is_early =
-            args->x.num_rows <= MOST_ROWS_OF_TWO && units <= splits * 2 * EARLY_UNITS; /* two CTAs of an SM, too */
+        const bool are_two = args->is_batch_invariant || args->x.num_rows <= MOST_ROWS_OF_TWO; /* CTAs of an SM */
+        bool all_is_early = are_two && units <= splits * 2 * EARLY_UNITS;
         if (tiles * splits * 2 > device->num_sms * (all_is_early ? 2 : 1)) break;
         splits *= 2;
     }
@@ -114,13 +114,14 @@ bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_devic
     size_t outputs = args->epilogue.is_gated ? 8 : 4, out_bytes = args->epilogue.out_dtype == PK_F32 ? 16 : 8;
     /* Measured beside cuBLASLt with the kernels that it needs around it: a CTA's way through the inputs is short, or at
      * least divided. */
-    division all = divide(args, device);
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
     int64_t most_rows = thresholds::SM90_MAX_ROWS;
-    if (!all.is_short()) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
+    if (!is_short(all)) most_rows = all.num_splits > 1 ? thresholds::SM90_MAX_ROWS_OF_LONG : 0;
     bool is_faster = args->x.num_rows >= thresholds::SM90_MIN_ROWS && args->x.num_rows <= most_rows;
-    return is_faster && pk_cuda_linear_fits_wgmma(args, device) && args->weight.out_features <= 1 << 30 &&
-           args->weight.out_features % outputs == 0 && pk_are_multiples(8, args->epilogue.bias) &&
-           pk_are_multiples(4, args->epilogue.out_stride) && pk_are_multiples(out_bytes, args->epilogue.out);
+    return (is_faster || args->is_batch_invariant) && pk_cuda_linear_fits_wgmma(args, device) &&
+           args->weight.out_features <= 1 << 30 && args->weight.out_features % outputs == 0 &&
+           pk_are_multiples(8, args->epilogue.bias) && pk_are_multiples(4, args->epilogue.out_stride) &&
+           pk_are_multiples(out_bytes, args->epilogue.out);
 }
 
 /* The barriers and the scales have their own; two CTAs have room on an SM. */
@@ -130,14 +131,14 @@ template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
-    const division all = divide(args, call.device);
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, call.device);
     const int64_t most_smem = most_smem_on(call.device->card);
     /* Where a CTA goes through many inputs, a deep ring is worth more than a second CTA on the SM. With few rows there is
      * room for both. */
-    const bool is_deep = args->x.num_rows > thresholds::SM90_FEW_ROWS && !all.is_short();
+    const bool is_deep = args->x.num_rows > thresholds::SM90_FEW_ROWS && !is_short(all);
     const int64_t ctas = is_deep ? 1 : ctas_an_sm<N>, room = (int64_t)call.device->num_sms * ctas;
     const bool is_one_round = all.num_splits > 1 || all.num_tiles <= room;
-    const int64_t clusters = is_one_round ? all.num_tiles : room;
+    const int64_t clusters = is_one_round ? all.num_tiles : room, blocks = pk_ceil_div(args->x.num_rows, N);
 
     const int64_t sums_bytes = N * PITCH * 4, inbox_bytes = sums_bytes / all.num_splits * (all.num_splits - 1);
     const int64_t behind_ring = 1024 + (is_one_round ? inbox_bytes : sums_bytes);
@@ -166,7 +167,7 @@ static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
     auto kernel = linear_sm90_kernel<T, N>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, (size_t)most_smem, &smem_allowed));
     return pk_cuda_launch_clusters(call, (int)all.num_splits, "linear_sm90_kernel", kernel,
-                                   dim3((unsigned)(clusters * all.num_splits)), dim3(THREADS),
+                                   dim3((unsigned)(clusters * all.num_splits), (unsigned)blocks), dim3(THREADS),
                                    (size_t)(ring_bytes + behind_ring), params);
 }
 
@@ -176,17 +177,23 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
      pk_cuda_smem_of_hopper(most_smem_on)},
     launch<T, N>};
 
-/* The first with enough rows is taken. */
+/* The first with enough rows is taken, or the last. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 16>, instance<__nv_bfloat16, 32>,  instance<__nv_bfloat16, 48>, instance<__nv_bfloat16, 64>,
-    instance<__nv_bfloat16, 96>, instance<__nv_bfloat16, 112>, instance<__half, 16>,        instance<__half, 32>,
-    instance<__half, 48>,        instance<__half, 64>,         instance<__half, 96>,        instance<__half, 112>,
+    instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>,
+    instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 96>, instance<__nv_bfloat16, 112>,
+    instance<__nv_bfloat16, 128>, instance<__half, 16>,        instance<__half, 32>,
+    instance<__half, 48>,         instance<__half, 64>,        instance<__half, 96>,
+    instance<__half, 112>,        instance<__half, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES);
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    for (const auto &each : INSTANCES)
-        if (each.shown.reads == args->x.dtype && each.shown.rows >= args->x.num_rows) return each.launch(args, call);
-    return pk_cuda_no_instance(call, "linear_sm90_kernel");
+    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
+    for (const auto &each : INSTANCES) {
+        if (each.shown.reads != args->x.dtype) continue;
+        found = &each;
+        if (each.shown.rows >= args->x.num_rows) break;
+    }
+    return found ? found->launch(args, call) : pk_cuda_no_instance(call, "linear_sm90_kernel");
 }

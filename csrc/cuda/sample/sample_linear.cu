@@ -9,6 +9,9 @@
  *     the others     random numbers of the next tile, draws of the last (linear_draw.h); there are three such
  *                    warps, or seven where registers suffice
  *
+ * A sum is one chain over all inputs, as that of linear/sm90.cu for as many outputs: with batch_invariant that one answers for
+ * other numbers of rows, or where logits are wanted.
+ *
  * A row's best key so far is a pk_candidate in scratch memory. The last CTA turns it into the token.
  *
  * Reached on an H200, 151,936 tokens, temperature 0.6, us (linear and sample): 1,024 inputs 64 rows 82 (108), 128 95
@@ -231,7 +234,8 @@ const pk_cuda_kernel_table pk_cuda_sample_linear_kernels = pk_cuda_table(INSTANC
 static bool is_fused(const pk_linear_args &linear, const pk_cuda_device *device)
 {
     return !linear.weight.scales && pk_cuda_linear_fits_wgmma(&linear, device) && linear.x.num_rows <= MAX_ROWS &&
-           linear.weight.out_features >= MIN_TOKENS && linear.weight.out_features <= 1 << 27;
+           linear.weight.out_features >= MIN_TOKENS && linear.weight.out_features <= 1 << 27 &&
+           (!linear.is_batch_invariant || pk_cuda_linear_sm90_applies(&linear, device));
 }
 
 pk_status pk_cuda_sample_linear(const pk_sample_linear_args *args, const pk_cuda_call &call)

@@ -40,6 +40,7 @@ class RunnerPlan:
     batch_sizes: list[int]
     enforce_eager: bool
     lora: LoraSize | None
+    batch_invariant: bool
 
     @property
     def num_ranks(self) -> int:
@@ -52,7 +53,7 @@ class RunnerPlan:
         device, spec = self.devices[rank], self.spec
         if comm is not None:
             spec = spec.shard(rank, self.num_ranks)
-        where = self.dtype, device, spec.quantization, self.lora, comm
+        where = self.dtype, device, spec.quantization, self.lora, comm, self.batch_invariant
         checkpoint = DummyCheckpoint(*where) if self.is_dummy else Checkpoint(self.folder, *where)
         with closing(checkpoint):
             model = load_model(spec, checkpoint, self.max_model_len)

@@ -16,6 +16,10 @@
  * three 8 KB stages under way keep 128 KB in flight and more; 34 KB would cover the latency. A warp loads its keys by
  * loader.h and computes by warp.h. merge.h joins the warps' results.
  *
+ * Order. With batch_invariant the keys are dealt among shape.order_warps warps, each of which has a softmax state of its own. A
+ * CTA may have fewer: then it goes through its keys in rounds, in each of which its warps stand for others. The states are
+ * added up in their order, so that the bits do not depend on how large a CTA is, which follows from the batch as ever.
+ *
  * Heads. The queries come from memory, or, with one token per sequence, straight from the projection (rope.h): a CTA
  * then normalises and rotates its own, and the CTA of a sequence's last keys its new key and value too, which go to the
  * cache and, after what the cache held there before, into the ring. So nothing but the projection is waited for, and
@@ -27,13 +31,15 @@
 
 // --- kernels
 
-/* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. */
-template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED>
+/* TAKES_HEADS: its queries come from the projection. In the other kernels that code was a quarter, and cost 2 %. HAS_ROUNDS:
+ * its warps may stand for more than there are. */
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED, bool HAS_ROUNDS>
 struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
     static constexpr int STAGES = decode_stages(IS_CROWDED);
     using loading = decode_loader<Kind, D, NT, STAGES>;
     using loading::args, loading::rows, loading::warp, loading::lane, loading::params, loading::smem, loading::ring,
-        loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page;
+        loading::masks, loading::step, loading::load_key, loading::end_key, loading::next_page, loading::lookup_key,
+        loading::num_loaded;
     using loading::CHUNK, loading::ROWS, loading::QUERY_STRIDE, loading::TILE_BYTES, loading::STAGE_BYTES,
         loading::RING_BYTES;
     using loading::look_up, loading::load_next, loading::offsets_of, loading::slot_of;
@@ -198,6 +204,68 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
         if (starts_early() || params.shape.filter.max_rows != INT64_MAX) pk_let_next_kernel_start();
     }
 
+    /* This warp's keys from first_key on, whose first chunks are on their way. */
+    __device__ void compute_keys(int first_key, int new_key, int new_slot)
+    {
+        for (int stage = 0; first_key < end_key; first_key += step) {
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            if (TAKES_HEADS && (unsigned)(new_key - first_key) < CHUNK)
+                put_new_rows(new_slot, stage, new_key - first_key);
+            this->compute_chunk(ring + stage * STAGE_BYTES, first_key, masks[0]);
+            __syncwarp(); /* every lane has read what comes to be overwritten */
+            load_next(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+    }
+    /* The warps' results, where their keys were. */
+    __device__ __forceinline__ void leave()
+    {
+        copy_async_wait<0>();
+        __syncwarp();
+        this->leave_results({(float *)(smem + warp * params.ring_bytes), ROWS, OUTPUT_STRIDE});
+        __syncthreads();
+    }
+    /* The end of the first round, and all others. A thread has four dims of some rows, as in merge_unit. */
+    __device__ __forceinline__ void finish_rounds(int new_key, int new_slot)
+    {
+        constexpr int QUADS = D / 4, ITEMS = ROWS * QUADS / (32 * DECODE_FEWEST_WARPS);
+        const int num_warps = blockDim.x / 32, num_items = rows.num_rows() * QUADS;
+        row_state totals[ITEMS];
+        for (row_state &total : totals) total = {PK_NO_SCORE, 0, {}};
+        auto for_items = [&](auto body) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const int item = threadIdx.x + i * blockDim.x;
+                if (item < num_items) body(totals[i], item / QUADS, item % QUADS * 4);
+            }
+        };
+#pragma unroll 1
+        for (int first = num_warps;; first += num_warps) { /* of the next round's warps */
+            const bool is_last = first >= params.shape.order_warps;
+            if (is_last) pk_let_next_kernel_start();
+            leave();
+            for_items([&](row_state &total, int row, int dim) {
+                total = add_up(
+                    num_warps,
+                    [&](int i) {
+                        partial_rows from = {(float *)(smem + i * params.ring_bytes), ROWS, OUTPUT_STRIDE};
+                        return row_state{from.max()[row], from.sum()[row], *(float4 *)(from.output(row) + dim)};
+                    },
+                    total);
+            });
+            if (is_last) break;
+            __syncthreads(); /* before the next keys come there */
+            this->forget_keys();
+            const int first_key = lookup_key = load_key = (first + warp) * CHUNK;
+            num_loaded = 0, next_page = look_up();
+#pragma unroll 1
+            for (int stage = 0; stage < STAGES; stage++) load_next(stage);
+            compute_keys(first_key, new_key, new_slot);
+        }
+        for_items([&](row_state &total, int row, int dim) { write_row<Kind>(rows, row, dim, total); });
+    }
+
     __device__ void run()
     {
         if (!starts_early()) begin();
@@ -217,6 +285,7 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
                                  pk_sign_row(params.shape.signature, unit_index, rows.unit));
             return;
         }
+        if (HAS_ROUNDS) step = params.shape.order_warps * CHUNK;
         int first_key = load_key, first_new_key = rows.unit.context - rows.unit.num_queries;
         next_page = look_up();
         new_token token = {false, -1};
@@ -242,23 +311,14 @@ struct decode_cta : decode_loader<Kind, D, NT, decode_stages(IS_CROWDED)> {
             pk_record_bad_id(params.bad_id, PK_STALE_PLAN, rows.unit.seq, rows.unit.context, context);
         if (threadIdx.x == 0 && first_slot != rows.unit.first_slot)
             pk_record_bad_id(params.bad_id, PK_STALE_START, rows.unit.seq, rows.unit.first_slot, first_slot);
-        for (int stage = 0; first_key < end_key; first_key += step) {
-            copy_async_wait<STAGES - 1>();
-            __syncwarp();
-            if (TAKES_HEADS && (unsigned)(new_key - first_key) < CHUNK)
-                put_new_rows(token.slot, stage, new_key - first_key);
-            this->compute_chunk(ring + stage * STAGE_BYTES, first_key, masks[0]);
-            __syncwarp(); /* every lane has read what comes to be overwritten */
-            load_next(stage);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        compute_keys(first_key, new_key, token.slot);
+        if constexpr (HAS_ROUNDS) {
+            finish_rounds(new_key, token.slot);
+        } else {
+            pk_let_next_kernel_start();
+            leave();
+            merge_unit<Kind, D, ROWS>(rows, (float *)smem, params.ring_bytes / 4, OUTPUT_STRIDE);
         }
-        pk_let_next_kernel_start();
-        copy_async_wait<0>();
-        __syncwarp();
-        this->leave_results(
-            {(float *)(smem + warp * params.ring_bytes), ROWS, OUTPUT_STRIDE}); /* where its keys were */
-        __syncthreads();
-        merge_unit<Kind, D, ROWS>(rows, (float *)smem, params.ring_bytes / 4, OUTPUT_STRIDE);
         if (TAKES_HEADS && threadIdx.x == 0 && !makes_key && rows.head == 0 && has_last_keys())
             check_token(params.rope, rows.unit.seq, params.bad_id);
     }
@@ -294,21 +354,25 @@ static pk_status launch_decode(const pk_attention_args *args, decode_params para
 }
 
 using decode_instance = pk_cuda_instance<pk_status(const pk_attention_args *, decode_params, const pk_cuda_call &)>;
-/* By whether it takes heads from the projection, and is crowded. */
-static constexpr const char *VARIANTS[2][2] = {{"", "crowded"}, {"takes heads", "takes heads, crowded"}};
-template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED = false>
+/* By whether it takes heads from the projection, and is crowded or has rounds. */
+static constexpr const char *VARIANTS[2][3] = {{"", "crowded", "rounds"},
+                                               {"takes heads", "takes heads, crowded", "takes heads, rounds"}};
+template <typename Kind, int D, int NT, bool TAKES_HEADS, bool IS_CROWDED = false, bool HAS_ROUNDS = false>
 static constexpr decode_instance instance_of()
 {
-    using cta = decode_cta<Kind, D, NT, TAKES_HEADS, IS_CROWDED>;
+    using cta = decode_cta<Kind, D, NT, TAKES_HEADS, IS_CROWDED, HAS_ROUNDS>;
     static_assert(!IS_CROWDED || may_be_crowded(D, 8 * NT, Kind::CACHE_BYTES), "there are registers");
     static_assert(!TAKES_HEADS || makes_heads(D, 8 * NT), "there is room");
+    static_assert(!HAS_ROUNDS || takes_rounds(D, 8 * NT), "there are registers");
     static_assert(cta::is_as_designed(), "fewer CTAs than the plan counts on");
-    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][IS_CROWDED], Kind::MULTIPLIES, Kind::READS, D, 8 * NT,
-             cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
+    return {{"attention_decode_kernel", VARIANTS[TAKES_HEADS][HAS_ROUNDS ? 2 : IS_CROWDED], Kind::MULTIPLIES,
+             Kind::READS, D, 8 * NT, cta::MOST_THREADS, pk_cuda_smem_of_cards(cta::most_smem_bytes)},
             launch_decode<cta>};
 }
 /* clang-format off */
 #define INSTANCES_OF(Kind)                                                                             \
+    instance_of<Kind, 64, 1, true, false, true>(), instance_of<Kind, 128, 1, true, false, true>(),     \
+    instance_of<Kind, 64, 1, false, false, true>(), instance_of<Kind, 128, 1, false, false, true>(),   \
     instance_of<Kind, 64, 1, true>(), instance_of<Kind, 64, 2, true>(), instance_of<Kind, 128, 1, true>(), \
     instance_of<Kind, 128, 2, true>(), instance_of<Kind, 256, 1, true>(),                              \
     instance_of<Kind, 64, 1, false>(), instance_of<Kind, 64, 2, false>(), instance_of<Kind, 128, 1, false>(), \
@@ -336,10 +400,12 @@ pk_status pk_cuda_attention_decode(const pk_attention_args *args, row_filter fil
     params.num_heads = make_divider(args->num_kv_heads);
     params.block_size = make_divider(args->block_size);
     params.are_16_in_a_page = args->max_blocks_per_seq == 1 || (args->block_size % 16 == 0 && !args->key_starts);
+    const decode_shape &shape = params.shape;
+    const bool has_rounds = shape.order_warps && takes_rounds(shape.head_dim, shape.rows);
+    const char *variant = VARIANTS[rope != nullptr][has_rounds ? 2 : shape.is_crowded];
     for (const decode_instance &each : INSTANCES)
-        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == params.shape.head_dim &&
-            each.shown.rows == params.shape.rows &&
-            each.shown.variant == VARIANTS[rope != nullptr][params.shape.is_crowded])
+        if (each.shown.reads == args->cache_dtype && each.shown.head_dim == shape.head_dim &&
+            each.shown.rows == shape.rows && each.shown.variant == variant)
             return each.launch(args, params, call);
     return pk_cuda_no_instance(call, "attention_decode_kernel");
 }

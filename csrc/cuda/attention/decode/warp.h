@@ -21,8 +21,8 @@ struct decode_warp {
 
     uint32_t q[NT][K_STEPS][2];
     float row_scale[Kind::IS_FP8 ? NT : 1][2]; /* of scores; only queries that were scaled to fp16 differ in it */
-    float row_max[NT][2], row_sum[NT][2] = {};
-    float output[M_TILES][NT][4] = {};
+    float row_max[NT][2], row_sum[NT][2];
+    float output[M_TILES][NT][4];
 
     __device__ decode_warp(const pk_attention_args &args, const decode_params &params)
         : args(args), rows{args, params, {}, 0, ROWS}
@@ -56,7 +56,16 @@ struct decode_warp {
                 scales[1] *= __shfl_sync(~0u, factor, quad_col * 4 + 4);
             }
         }
-        for (int nt = 0; nt < NT; nt++) row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE;
+        forget_keys();
+    }
+
+    /* As before the first key. */
+    __device__ void forget_keys()
+    {
+        for (int nt = 0; nt < NT; nt++)
+            row_max[nt][0] = row_max[nt][1] = PK_NO_SCORE, row_sum[nt][0] = row_sum[nt][1] = 0;
+#pragma unroll
+        for (int i = 0; i < M_TILES * NT * 4; i++) output[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
     }
 
     __device__ float scale_of(int nt, int i) const { return Kind::IS_FP8 ? row_scale[nt][i] : row_scale[0][0]; }
@@ -135,8 +144,9 @@ struct decode_warp {
             }
     }
 
-    /* Follows the largest score of every row, but only when it has grown by more than 2^8: until then the smaller base
-     * does no harm in fp32, and most chunks pay one vote instead of reductions and a rescaled output. */
+    /* Follows the largest score of a row, but only when it has grown by more than 2^8: until then the smaller base does
+     * no harm in fp32, and most chunks pay one vote instead of reductions and a rescaled output. Each row by itself: its
+     * bits do not depend on the rows beside it. */
     __device__ void follow_max(const chunk_scores &scores)
     {
         bool has_grown = false;
@@ -152,6 +162,7 @@ struct decode_warp {
                     largest = fmaxf(largest, fmaxf(scores[t][nt][i], scores[t][nt][i + 2]));
                 for (int distance = 4; distance < 32; distance *= 2)
                     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+                largest = largest > row_max[nt][i] + 8 ? largest : row_max[nt][i];
                 float shrink = exp2_fast(row_max[nt][i] - largest);
                 row_max[nt][i] = largest;
                 row_sum[nt][i] *= shrink;

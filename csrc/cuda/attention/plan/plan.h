@@ -41,6 +41,7 @@ struct decode_shape {
     bool merges_apart;   /* another kernel merges parts; else the last CTA of a tile */
     cutting_costs costs; /* in steps */
     int num_splits;      /* parts of every sequence, or 0 */
+    int order_warps;     /* batch_invariant: among so many warps keys are dealt, however many a CTA has; else 0 */
     int signature;       /* of what the rows of a plan depend on */
     row_filter filter;
 };
@@ -62,6 +63,8 @@ constexpr bool may_be_crowded(int head_dim, int rows, int cache_bytes)
 }
 constexpr int MOST_STEPS_TRIED = 1 << 20; /* of a sequence: up to there floats count parts exactly */
 constexpr int decode_head_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+/* Whether a CTA may have fewer warps than keys are dealt among: then registers hold what the rounds before gave. */
+constexpr bool takes_rounds(int head_dim, int rows) { return head_dim <= 128 && rows == 8; }
 /* Query rows of a tile, where a sequence has so many for a KV head: registers bound them. */
 constexpr int decode_rows(int64_t most_rows) { return most_rows <= 8 ? 8 : 16; }
 /* Whether there are kernels that take a tile's heads from the projection. */
@@ -135,7 +138,7 @@ struct decode_params {
 /* The first key that a sequence's steps count from. */
 __device__ static inline int decode_first_key(const pk_attention_args &args, int context, int num_queries, int chunk)
 {
-    if (args.window_left < 0) return 0;
+    if (args.window_left < 0 || args.is_batch_invariant) return 0;
     return (int)max((int64_t)0, context - num_queries - args.window_left) & ~(chunk - 1);
 }
 

@@ -9,7 +9,7 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
 {
     int bytes = (int)pk_dtype_bytes(args->cache_dtype);
     shape->filter = filter;
-    shape->num_splits = args->num_splits;
+    shape->num_splits = args->is_batch_invariant ? 1 : args->num_splits;
     shape->group = (int)(args->num_q_heads / args->num_kv_heads);
     shape->head_dim = decode_head_dim(args->head_dim);
     shape->chunk = decode_chunk(shape->head_dim, bytes);
@@ -26,7 +26,8 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
  * some of their first wave empty, those twice as large end sooner; but not with fp8, whose steps are twice as long, nor
  * where the table has room for a few steps only, because two waves start twice. Where the smallest do not all run at
  * once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend
- * on the batch, so the shape of a CTA may not, either. Returns the places for them, per head. */
+ * on the batch, so the shape of a CTA may not, either; with batch_invariant they depend on order_warps instead. Returns the
+ * places for them, per head. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -40,13 +41,18 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     int64_t most_keys = args->max_blocks_per_seq * args->block_size;
     shape->has_few_steps = most_keys <= FEW_STEPS * DECODE_FEWEST_WARPS * shape->chunk;
     bool ends_sooner_by_half = bytes > 1 && !shape->has_few_steps && segments < most_slots;
-    int warps = shape->num_splits ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
+    const bool is_fixed = shape->num_splits && !args->is_batch_invariant;
+    int warps = is_fixed ? DECODE_FEWEST_WARPS : decode_warps_per_sm(shape->head_dim, bytes);
+    while (args->is_batch_invariant && warps > DECODE_FEWEST_WARPS && places_of(warps, false) == 0) warps /= 2;
+    if (args->is_batch_invariant) shape->order_warps = warps;
     for (;; warps /= 2) {
         const int ctas = shape->ctas_per_sm = places_of(warps, false);
         slots = call.device->num_sms * ctas / heads;
         bool are_few_parts = ctas == 1 && shape->rows == 8 && slots / segments > 1 && slots / segments < FEW_PARTS &&
                              most_keys > DECODE_STAGES * shape->chunk * warps;
-        bool is_good = (slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half);
+        bool is_good = !shape->order_warps &&
+                       ((slots >= segments && !are_few_parts) || (2 * ctas == most_ctas && ends_sooner_by_half));
+        if (shape->order_warps && (slots >= segments || !takes_rounds(shape->head_dim, shape->rows))) break;
         if (is_good || warps == DECODE_FEWEST_WARPS) break; /* without a place for them there is no slot */
     }
     shape->step = shape->chunk * warps;
@@ -116,9 +122,9 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     shape->num_units = (int)units;
     shape->max_slots = (int)parts;
     fill_costs(args, shape);
-    shape->signature = pk_sign_plan({args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens,
-                                     shape->rows, shape->step, slots, units, filter.min_rows, filter.max_rows,
-                                     args->window_left, args->num_splits, args->max_blocks_per_seq * args->block_size,
-                                     args->key_starts != nullptr, args->table_starts != nullptr});
+    shape->signature = pk_sign_plan(
+        {args->num_seqs, heads, shape->group, args->max_seqlen_q, args->num_tokens, shape->rows, shape->step, slots,
+         units, filter.min_rows, filter.max_rows, args->window_left, args->num_splits, shape->order_warps,
+         args->max_blocks_per_seq * args->block_size, args->key_starts != nullptr, args->table_starts != nullptr});
     return PK_OK;
 }

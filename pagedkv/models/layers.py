@@ -36,6 +36,8 @@ class Block(ABC):
         self.eps = config.rms_norm_eps
         weight = source.load(f"{norm}.weight", config.hidden_size)
         self.norm = weight if first is None else first.fold(weight)
+        if first is not None and self.norm is None:
+            source.places.add_fold(first.weights[0].data, weight)
 
     @staticmethod
     @abstractmethod

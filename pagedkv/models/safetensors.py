@@ -53,7 +53,8 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close.
+    """One mapped file. Its tensors keep the mapping alive; there is nothing to close. Who writes into one gets memory
+    of its own for the pages that it writes, and the file stays as it is.
 
     A file that breaks a rule of the format is refused as a whole.
     """
@@ -65,7 +66,7 @@ class SafetensorsFile:
             with open(path, "rb") as file:
                 stat = os.fstat(file.fileno())
                 self.stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns  # another one: another content
-                self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(self.mapping, np.uint8)

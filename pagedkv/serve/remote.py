@@ -177,6 +177,13 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
         found: str | None = await self._call("explain", request_id)
         return found
 
+    async def control(self, name: str, *args: Any, **options: Any) -> Any:
+        """As AsyncEngine.control(). update_weights() takes the path of files that the engine's process can read."""
+        given = options.get("tensors", args[0] if args else None)
+        if name == "update_weights" and not isinstance(given, (str, os.PathLike)):
+            raise TypeError("tensors: the engine is in another process, which takes the path of a folder or of a file")
+        return await self._call("control", name, args, options)
+
     async def _call(self, kind: str, *values: Any) -> Any:
         """What the engine's process answers. A call that is cancelled is forgotten."""
         number = next(_numbers)

@@ -58,6 +58,12 @@ class Server:
 
     async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
         """The body of a request, and headers for its answer."""
+        body, ignored = read(await self.body(request), kind)
+        headers: dict[str, str] = {}
+        warn(headers, ignored)
+        return body, headers
+
+    async def body(self, request: Request) -> bytes:
         parts, size = [], 0
         try:
             async for part in request.stream():
@@ -67,10 +73,7 @@ class Server:
                 parts.append(part)
         except ClientDisconnect:
             raise ApiError(400, "the client left before its request was complete") from None  # nobody hears it
-        body, ignored = read(b"".join(parts), kind)
-        headers: dict[str, str] = {}
-        warn(headers, ignored)
-        return body, headers
+        return b"".join(parts)
 
     def check_queue(self) -> None:
         if self.max_waiting is not None and self.client.stats().num_waiting > self.max_waiting:

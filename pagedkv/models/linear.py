@@ -11,7 +11,7 @@ from pagedkv.ops import Communicator
 
 from . import DTYPES
 from .lora import LoraPart, LoraSize
-from .places import Places
+from .places import Places, is_readonly
 from .share import Share, is_first
 from .spec import Quantization
 from .weight import Part, Weight, part_of, part_of_view, stackable
@@ -46,12 +46,13 @@ class Linear:
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
     def fold(self, norm: Tensor) -> Tensor | None:
-        """Multiplies a norm's weight into this one, in place. Returns the norm that must still run before the product,
-        or None: the reader of the product divides by the root mean square."""
+        """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
+        must still run before the product, or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
         data = self.weights[0].data
-        ops.scale_columns(data, norm, out=data)
+        folded = ops.empty(data.shape, data.dtype) if is_readonly(data) else data
+        self.weights = (Weight(ops.scale_columns(data, norm, out=folded)),)
         return None
 
     def product(

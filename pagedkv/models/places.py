@@ -8,6 +8,7 @@ a product (Linear.fold), the place knows the norm, which stays for that, and mul
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,24 @@ from .weight import INT4_ZERO, Part, Weight
 from .weight_memory import WeightMemory
 
 
+def is_readonly(tensor: Tensor) -> bool:
+    return tensor.device == "cpu" and memoryview(tensor.view(tensor.nbytes, "uint8")).readonly
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Over the same memory, which must outlive it: that of a file (SafetensorsFile) may be written."""
+    if not tensor.nbytes or not is_contiguous(tensor) or not is_readonly(tensor):
+        return tensor
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return ops.from_dlpack(np.ctypeslib.as_array(memory)).view(tensor.shape, tensor.dtype)
+
+
 class Place(ABC):
     """names: of the tensors that it is made of, all of which must be given together."""
 
     def __init__(self, names: Sequence[str], memory: Tensor) -> None:
-        self.names, self.memory = tuple(names), memory
+        self.names, self.memory = tuple(names), writable(memory)
+        self._kept = memory
         self.norm: Rows | None = None  # which is multiplied into it
         self.factor_of: list[Place] = []  # of a norm: what it is multiplied into
 
@@ -77,9 +91,9 @@ class Made(Place):
 
         def write(upload: Upload) -> None:
             fresh, here = upload.place(parts, self._num_experts), self._weight
-            here.data.copy_(fresh.data)
+            self.memory.copy_(fresh.data)
             if here.scales is not None and fresh.scales is not None:
-                here.scales.copy_(fresh.scales)
+                writable(here.scales).copy_(fresh.scales)
             if here.zeros is not None:
                 here.zeros.copy_(_no_zeros(here.zeros) if fresh.zeros is None else fresh.zeros)
             self._fold()
@@ -99,16 +113,16 @@ def _same_dtype(given: Tensor, like: Tensor) -> Tensor:
 def on_host(given: Tensor) -> Tensor:
     """Contiguous."""
     here = ops.asarray(given, device="cpu")
-    return ops.empty(here.shape, here.dtype).copy_(here) if _is_strided(here) else here
+    return here if is_contiguous(here) else ops.empty(here.shape, here.dtype).copy_(here)
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_contiguous(tensor: Tensor) -> bool:
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if size != 1 and stride != expected:
-            return tensor.nbytes > 0
+            return not tensor.nbytes
         expected *= size
-    return False
+    return True
 
 
 class Places:
@@ -130,14 +144,16 @@ class Places:
         self._last.append(place)
         self.by_name.update(dict.fromkeys(place.names, place))
 
-    def add_fold(self, product: Tensor, norm: Tensor) -> None:
-        """The norm was multiplied into the product's weight. Both were just loaded."""
-        begin, end = product.data_ptr(), product.data_ptr() + product.nbytes
+    def add_fold(self, before: Tensor, folded: Tensor, norm: Tensor) -> None:
+        """The norm was multiplied into a product's weight, which was just loaded as all of `before`. Other memory that
+        it lies in now is that of a single projection: see Linear.fold."""
+        begin, end = before.data_ptr(), before.data_ptr() + before.nbytes
         factor = next(each for each in reversed(self._last) if each.memory.data_ptr() == norm.data_ptr())
         assert isinstance(factor, Rows)
         for place in reversed(self._last):
             if begin <= place.memory.data_ptr() < end:
                 place.norm = factor
+                place.memory = place.memory if before.data_ptr() == folded.data_ptr() else folded
                 factor.factor_of.append(place)
             elif factor.factor_of:
                 return  # those of one product are neighbours

@@ -53,8 +53,10 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """One mapped file. Its tensors keep the mapping alive; there is nothing to close. Who writes into one gets memory
-    of its own for the pages that it writes, and the file stays as it is.
+    """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close.
+
+    The memory is not: see places.writable(). Pages that are written become this process's own, and the file stays as it
+    is.
 
     A file that breaks a rule of the format is refused as a whole.
     """
@@ -70,6 +72,7 @@ class SafetensorsFile:
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(self.mapping, np.uint8)
+        self.bytes.flags.writeable = False
         header, self.data_start = self._read_header()
         self.entries = {name: self._read_entry(name, entry) for name, entry in header.items()}
         self._check_layout()

@@ -154,7 +154,7 @@ class Places:
             if begin <= place.memory.data_ptr() < end:
                 place.norm = factor
                 place.memory = place.memory if before.data_ptr() == folded.data_ptr() else folded
-                factor.factor_of.append(place)
+                factor.factor_of.insert(0, place)
             elif factor.factor_of:
                 return  # those of one product are neighbours
 

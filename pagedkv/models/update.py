@@ -117,11 +117,17 @@ def plan_update(places: Places, tensors: Mapping[str, Tensor]) -> dict[Place, Ca
     plan = {place: place.check(source) for place in touched}
     for norm in [place for place in plan if place.factor_of]:
         absent = [name for place in norm.factor_of if place not in plan for name in place.names]
-        if absent and _is_same(named[norm.names[0]], norm.memory):
+        if absent and norm not in places.missing and _is_same(named[norm.names[0]], norm.memory):
             del plan[norm]
         elif absent:
             raise ValueError(
                 f"tensor {norm.names[0]!r} is multiplied into {_list(absent)}: give all of them in one call"
+            )
+    for place in plan:
+        if place.norm in places.missing and place.norm not in plan:
+            raise ValueError(
+                f"tensor {place.names[0]!r} is to be multiplied by {place.norm.names[0]!r}, which is missing since the "
+                "weights were dropped: give both in one call"
             )
     return dict(sorted(plan.items(), key=lambda item: not item[0].factor_of))  # norms first
 

@@ -20,7 +20,7 @@ from pagedkv.engine.control import CALLS
 from pagedkv.engine.runner.weights import RunnerWeights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=220, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], list(range(10, 40))]
 
 
@@ -84,7 +84,7 @@ def test_a_pause(cpu_llm, mode):  # noqa: F811
     if mode == "abort":
         for name, (_, ids) in whole.items():
             reason, some = found[name]
-            assert reason == "abort" and some == ids[: len(some)] and len(some) < 100
+            assert reason == "abort" and some == ids[: len(some)] and len(some) < 220
     else:
         assert {name: found[name] for name in whole} == whole
     assert found["late"] == ("length", alone[0]) and found["later"] == ("length", alone[1])

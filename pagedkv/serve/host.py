@@ -131,8 +131,9 @@ class Connection:
 
     def _control(self, number: int, name: str, args: Any, options: dict[str, Any]) -> None:
         """In another thread, because it may take long."""
-        call = partial(control_of(self._host.engine, name), *args, **options)
-        self._loop.run_in_executor(None, call).add_done_callback(partial(self._answer, number))
+        engine = self._host.engine
+        future = self._loop.run_in_executor(None, lambda: control_of(engine, name)(*args, **options))
+        future.add_done_callback(partial(self._answer, number))
 
     def _answer(self, number: int, future: Any) -> None:
         error = future.exception()

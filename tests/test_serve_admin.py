@@ -54,6 +54,13 @@ def http():
     client.close()
 
 
+def version_of(http) -> int | str:
+    """Of the weights that an answer was computed with, as it says itself."""
+    found = told(http.post(COMPLETIONS, json=SUM | {"return_token_ids": True}))["choices"][0]["weight_version"]
+    assert {"weight_version": found} == told(http.get("/weight_version"))
+    return found
+
+
 def answer(http) -> str:
     response = http.post(COMPLETIONS, json=SUM)
     assert response.status_code == 200, response.text
@@ -142,7 +149,7 @@ def test_new_weights(http, other):
     ):
         before = answer(http)
         assert told(http.post("/update_weights", **given)) == {"weight_version": expected} == told(http.get("/weight_version"))
-        assert answer(http) != before
+        assert answer(http) != before and version_of(http) == expected
     assert answer(http) == RIGHT
     assert told(http.post("/update_weight_version", json={"weight_version": "x"})) == {"weight_version": "x"}
     assert told(http.get("/weight_version")) == {"weight_version": "x"}

@@ -29,6 +29,7 @@ class Piece:
     logprobs: list[dict[int, float]]
     finish_reason: str | None
     stop_reason: int | str | None
+    weight_version: int | str = 0
 
 
 class Gate:
@@ -108,7 +109,7 @@ class Answers:
             pieces.append(
                 Piece(
                     prompt * self._n + one.index, prompt, one.text or "", one.token_ids, one.logprobs or [],
-                    one.finish_reason, one.stop_reason,
+                    one.finish_reason, one.stop_reason, output.weight_version,
                 )
             )  # fmt: skip
         return pieces

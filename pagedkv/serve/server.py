@@ -140,7 +140,7 @@ class Form(ABC):
     def add_end(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice |= {"token_ids": piece.token_ids, "weight_version": piece.weight_version}
         return choice
 
 

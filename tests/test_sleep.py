@@ -198,6 +198,7 @@ def test_the_same_tokens_afterwards(tmp_path, level, num_ranks):
     """Nothing is found in the cache; those that were kept go on; the second level wants weights."""
     folder = write_model(tmp_path, **SIZES)  # noqa: F811
     options = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
+    weights = random_weights(tiny_config(**SIZES), 0)
     with LLM(folder, tensor_parallel_size=num_ranks, **options) as llm:
         alone = tokens(llm, LONG)
         start(llm, "a", "b", "c")
@@ -206,7 +207,7 @@ def test_the_same_tokens_afterwards(tmp_path, level, num_ranks):
         llm.add_request(PROMPTS[2], LONG, "late")
         assert llm.explain("late") == "waits: the engine is asleep"
         if level == 2:
-            for call in (lambda: llm.update_weights(folder), lambda: llm.update_weights({})):
+            for call in (lambda: llm.update_weights(folder), lambda: llm.update_weights({"x": weights["lm_head.weight"]})):
                 with pytest.raises(RuntimeError, match=r"asleep: call wake_up\(\['weights'\]\) first"):
                     call()
         for call in (lambda: llm.resize_cache(100), *([lambda: llm.save_cache(tmp_path / "c")] if num_ranks == 1 else [])):
@@ -215,7 +216,6 @@ def test_the_same_tokens_afterwards(tmp_path, level, num_ranks):
         llm.wake_up(["weights"])
         assert llm.is_sleeping()
         if level == 2:
-            weights = random_weights(tiny_config(**SIZES), 0)
             norm, product = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"
             with pytest.raises(ValueError, match="input_layernorm.weight' is multiplied into"):
                 llm.update_weights({norm: weights[norm]})
@@ -271,6 +271,15 @@ def test_paused_and_asleep(cpu_llm):  # noqa: F811
     assert cpu_llm.explain("a") == "waits: the engine is paused"
     cpu_llm.resume()
     assert ends(cpu_llm)["a"][0] == "length"
+
+
+def test_a_caller_that_waits_is_told(cpu_llm, caplog):  # noqa: F811
+    """A script of one thread would wait for ever."""
+    cpu_llm.sleep()
+    threading.Timer(0.1, cpu_llm.wake_up).start()
+    assert len(tokens(cpu_llm)) == 3
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage() == "requests wait until another thread ends it: the engine is asleep"
 
 
 def test_an_update_ends_nobodys_wait(cpu_llm):  # noqa: F811

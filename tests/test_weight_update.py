@@ -217,6 +217,8 @@ WRONG = {
     "dtype": ({Q: np.zeros((128, 64), np.int32)}, TypeError, r"q_proj.weight' has dtype int32 but must be of float32"),
     "no tensor": ({Q: "abc"}, TypeError, r"q_proj.weight' is no tensor"),
     "no pairs": ([3], TypeError, "tensors holds int but must hold pairs"),
+    "nothing": ({}, ValueError, "tensors is empty"),
+    "two names": ({"norm.weight": np.zeros(64, np.float32)}, ValueError, r"'norm.weight' is there twice, as 'model.norm.weight' too"),
     "twice": ([(Q, np.zeros(3, np.float32)), (Q, np.zeros(3, np.float32))], ValueError, "q_proj.weight' is there twice"),
 }  # fmt: skip
 
@@ -230,7 +232,9 @@ def test_what_is_wrong_changes_nothing(tmp_path, weights, num_ranks):
         before = tokens(llm)
         for given, kind, message in WRONG.values():
             with pytest.raises(kind, match=message):
-                llm.update_weights(right | given if isinstance(given, dict) else [*right.items(), *given])
+                if isinstance(given, dict):
+                    given = right | given if given else {}
+                llm.update_weights(given if isinstance(given, dict) else [*right.items(), *given])
         with pytest.raises(FileNotFoundError):
             llm.update_weights(tmp_path / "nowhere")
         for version, kind in ((1.5, TypeError), (True, TypeError), (b"1", TypeError)):

@@ -134,14 +134,17 @@ def plan_update(places: Places, tensors: Mapping[str, Tensor]) -> dict[Place, Ca
 
 def _named(places: Places, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By the names of the places."""
+    if not tensors:
+        raise ValueError("tensors is empty")
     named: dict[str, Tensor] = {}
     unknown = []
     for given, tensor in tensors.items():
         name = given if given in places.by_name or f"model.{given}" not in places.by_name else f"model.{given}"
-        if name in places.by_name:
-            named[name] = tensor
-        elif name in places.joined:
-            named |= _parts_of_joined(places, name, tensor)
+        if name in places.by_name or name in places.joined:
+            found = {name: tensor} if name in places.by_name else _parts_of_joined(places, name, tensor)
+            if again := found.keys() & named.keys():
+                raise ValueError(f"tensor {given!r} is there twice, as {_list(sorted(again))} too")
+            named |= found
         elif name not in places.copies and not name.endswith(ROTARY) and not _is_zero_bias(name, tensor):
             unknown.append(name)
     if unknown:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from checkpoints import random_weights, tiny_config, write_model
 
 from pagedkv import LLM, SamplingParams, ops
+from pagedkv.engine import IpcTensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +59,48 @@ def test_new_weights(tmp_path, case, given, torch):
         assert tokens(llm) == expected != before and llm._runner.graphs == graphs
         llm.update_weights(old)
         assert tokens(llm) == before
+
+
+TRAINER = """
+import sys, torch
+from checkpoints import random_weights, tiny_config
+weights = {name: torch.from_numpy(array).cuda() for name, array in random_weights(tiny_config(), 1).items()}
+weights["lm_head.weight"] = torch.stack([weights["lm_head.weight"]] * 2)[1]  # with an offset in its storage
+torch.cuda.synchronize()
+for name, tensor in weights.items():
+    _, handle, _, offset, *_ = tensor.untyped_storage()._share_cuda_()
+    offset += tensor.storage_offset() * tensor.itemsize
+    print(name, handle.hex(), offset, *tensor.shape)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_from_another_process(tmp_path, torch, environment):
+    """By CUDA IPC, twice: memory that was opened before is opened again."""
+    old, new = (write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    with LLM(new, **POOL) as llm:
+        expected = tokens(llm)
+    command = [sys.executable, "-c", TRAINER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        given = {}
+        for line in trainer.stdout:
+            if line == "ready\n":
+                break
+            name, handle, offset, *shape = line.split()
+            given[name] = IpcTensor(bytes.fromhex(handle), tuple(map(int, shape)), "float32", int(offset))
+        with LLM(old, **POOL) as llm:
+            before = tokens(llm)
+            for _ in range(2):
+                llm.update_weights(given)
+                assert tokens(llm) == expected != before
+                llm.update_weights(old)
+            with pytest.raises(ValueError, match="handle: has 63 bytes but must have 64"):
+                llm.update_weights({"lm_head.weight": dataclasses.replace(given["lm_head.weight"], handle=bytes(63))})
+            with pytest.raises(ValueError, match="dtype is 'int7' but must be one of"):
+                llm.update_weights({"lm_head.weight": dataclasses.replace(given["lm_head.weight"], dtype="int7")})
+            assert tokens(llm) == before
+        trainer.communicate()
 
 
 def test_updates_while_streams_run(tmp_path, torch):

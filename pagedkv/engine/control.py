@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 from pagedkv import BlockManager
+from pagedkv.models.ipc import IpcTensor
 from pagedkv.models.update import packed, read_files, read_tensors
 
 from .core import EngineCore
@@ -131,7 +132,7 @@ class Control:
 
     def update_weights(
         self,
-        tensors: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        tensors: str | os.PathLike[str] | Mapping[str, Any | IpcTensor] | Iterable[tuple[str, Any | IpcTensor]],
         *,
         weight_version: int | str | None = None,
     ) -> int | str:
@@ -143,8 +144,8 @@ class Control:
         Args:
             tensors: by the names of a checkpoint, as a mapping or as pairs: any that DLPack describes, on the CPU or a
                 GPU, in float32, float16 or bfloat16, or as the checkpoint's own quantised format has them. Some of the
-                model's or all. They may be changed after the call. Or the path of a model's folder, or of one
-                safetensors file, that the engine's process can read
+                model's or all. They may be changed after the call. Or IpcTensors, which another process has on a GPU.
+                Or the path of a model's folder, or of one safetensors file, that the engine's process can read
             weight_version: what outputs have as weight_version from now on; None: the number after the last one
 
         What must be given together: the weights that a norm is multiplied into, with that norm where it changes; all

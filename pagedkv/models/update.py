@@ -18,6 +18,7 @@ import numpy as np
 
 from pagedkv import Tensor, ops
 
+from .ipc import IpcTensor
 from .places import Place, Places, Rows, on_host
 from .safetensors import VIEWED, SafetensorsFile
 from .share import narrowed, whole
@@ -73,10 +74,14 @@ def read_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict
         if name in found:
             raise ValueError(f"tensor {name!r} is there twice")
         try:
-            found[name] = ops.from_dlpack(getattr(tensor, "detach", lambda value=tensor: value)())
+            found[name] = tensor.open() if isinstance(tensor, IpcTensor) else ops.from_dlpack(_detached(tensor))
         except (BufferError, TypeError) as error:
             raise TypeError(f"tensor {name!r} is no tensor that can be read: {error}") from None
     return found
+
+
+def _detached(tensor: Any) -> Any:
+    return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
 def read_files(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ process can read, or a safetensors file as the body, which is kept in a file for
 
 from __future__ import annotations
 
+import base64
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+
+from pagedkv.models.ipc import IpcTensor
 
 from .errors import ApiError, json_response, of_request
 from .server import Server
@@ -70,12 +73,12 @@ async def update_weights(server: Server, request: Request) -> Response:
     if kind in FILES:
         version = await _update_by_body(server, request)
     else:
-        given = {"path": _text, "weight_version": _version, "update_info": _no_transfer}
+        given = {"path": _text, "tensors": _tensors, "weight_version": _version, "update_info": _no_transfer}
         options = await _options(server, request, given)
-        if "path" not in options:
-            raise ApiError(400, "path is missing: of a model's folder, or of a safetensors file", param="path")
-        path = options.pop("path")
-        version = await _control(server, "update_weights", path, **options)
+        if ("path" in options) == ("tensors" in options):
+            raise ApiError(400, "path (of a folder, or of a safetensors file) or tensors must be given", param="path")
+        new = options.pop("path") if "path" in options else options.pop("tensors")
+        version = await _control(server, "update_weights", new, **options)
     return json_response({"weight_version": version})
 
 
@@ -152,8 +155,23 @@ def _version(value: Any) -> int | str:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _tensors(value: Any) -> dict[str, IpcTensor]:
+    """[{"name", "dtype", "shape", "handle" (base64), "offset", "device"}]: of a GPU, in another process."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of objects")
+    found = {}
+    for each in value:
+        try:
+            handle = base64.b64decode(each["handle"], validate=True)
+            where = each.get("offset", 0), each.get("device", "cuda")
+            found[each["name"]] = IpcTensor(handle, tuple(each["shape"]), each["dtype"], *where)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"must hold objects with name, dtype, shape and handle in base64: {error!r}") from None
+    return found
+
+
 def _no_transfer(value: Any) -> Any:
-    raise ValueError("weights by NCCL or by handles of another process are not taken over HTTP: give path, or a file")
+    raise ValueError("weights by a group of NCCL are not taken: give path, tensors, or a file")
 
 
 async def _control(server: Server, name: str, *args: Any, **options: Any) -> Any:

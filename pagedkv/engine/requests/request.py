@@ -96,7 +96,7 @@ class Request:
     def is_finished(self) -> bool:
         return self.num_ended == len(self.sequences)
 
-    def update(self, sequences: list[Sequence], weight_version: int | str) -> Update:
+    def update(self, sequences: list[Sequence], weight_version: int | str = 0) -> Update:
         """What is new of these sequences, or of all at the end of a request that is not streamed."""
         for seq in self.sequences:  # an answer that failed before may not have been sent yet
             self.error = self.error or seq.error

@@ -85,7 +85,7 @@ class ModelRunner:
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.turn = 0
-        self.weights = RunnerWeights(places or Places(device, spec.dtype), device, self.stream)
+        self.weights = RunnerWeights(places or Places(device, "float32"), device, self.stream)
         self._max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)

@@ -82,6 +82,7 @@ def make_app(
 
         return run
 
+    server.shows_aborts = with_admin  # who pauses wants what is there
     page, admin = Page().routes if with_page else (), ADMIN_ROUTES if with_admin else ()
     routes, middleware = [*ROUTES, *admin, *page], []
     if origins:

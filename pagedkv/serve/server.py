@@ -50,6 +50,7 @@ class Server:
     max_waiting: int | None = None
     stuck_after: float = 120.0
     is_draining: bool = False
+    shows_aborts: bool = False  # of completions and chats: see Answers
     gate: Gate = field(init=False)
     metrics: Metrics = field(init=False)
 
@@ -86,7 +87,7 @@ class Server:
         options = check_stream_options(request)
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
-        answers = self.answers(request, prompts, params, form.name)
+        answers = self.answers(request, prompts, params, form.name, shows_aborts=self.shows_aborts)
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
@@ -94,12 +95,13 @@ class Server:
 
 
     def answers(
-        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str
-    ) -> Answers:
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str, *,
+        shows_aborts: bool = False,
+    ) -> Answers:  # fmt: skip
         self.check_queue()
         return Answers(
             self.client, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name),
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name), shows_aborts=shows_aborts,
         )  # fmt: skip
 
 

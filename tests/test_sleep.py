@@ -120,6 +120,17 @@ def test_a_pause_that_waits(cpu_llm):  # noqa: F811
     llm.resume()
 
 
+def test_a_pause_that_waits_where_nothing_runs(cpu_llm):  # noqa: F811
+    """It would wait for ever."""
+    start(cpu_llm, "a")
+    cpu_llm.pause("keep")
+    cpu_llm.sleep(1, "wait")
+    cpu_llm.pause("wait")
+    cpu_llm.resume()
+    cpu_llm.wake_up()
+    assert ends(cpu_llm)["a"][0] == "length"
+
+
 def test_requests_abort_and_end_while_it_is_paused(cpu_llm):  # noqa: F811
     llm = cpu_llm
     start(llm, "a", "b")

@@ -44,7 +44,7 @@ class Holds(ABC):
         """No step is made until release(); the result comes when that is so, and all tokens have been collected.
 
         mode: requests that are there "keep" what they have and go on later, "wait": go on until they have ended, or
-        "abort". Those that come later wait.
+        "abort". Those that come later wait. Where no step is made already, "wait" is as "keep".
         """
         wait = Wait(reason, mode, Future())
 
@@ -79,7 +79,7 @@ class Holds(ABC):
     def _settle(self) -> None:
         """Holds where somebody waits for it, and nothing stands in the way any more."""
         for wait in list(self._waits):
-            if wait.mode != "wait" or self.book.is_settled:
+            if wait.mode != "wait" or self.holds or self.book.is_settled:
                 self.add_hold(wait.reason)
                 self._end_waits([wait])
 

@@ -1,8 +1,8 @@
 """New weights in place of those of a model: named tensors, or the files of a checkpoint, are checked as a whole and
 then written.
 
-    writes = plan_update(places, given)     # raises, and nothing has changed
-    for write in writes:
+    plan = plan_update(places, given)       # raises, and nothing has changed
+    for place, write in plan.items():
         write(upload)
 """
 

@@ -128,9 +128,9 @@ def test_updates_while_streams_run(tmp_path, torch):
 @pytest.mark.alone
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_goes_and_comes(tmp_path, level):
-    """256 MiB of weights and 256 of the pool, several times; requests that were kept go on."""
+    """512 MiB of weights and 256 of the pool, several times; requests that were kept go on."""
     folder = write_model(tmp_path, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4, vocab_size=8192)
-    options = {"device": "cuda", "block_size": 16, "max_num_seqs": 8, "kv_cache_memory": 256 << 20, "dtype": "bfloat16"}
+    options = {"device": "cuda", "block_size": 16, "max_num_seqs": 8, "kv_cache_memory": 256 << 20}
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with LLM(folder, **options) as llm:
         weights = llm._runner.weights._places.memory.content.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -15,7 +16,7 @@ from quantized_checkpoints import FORMATS, write_quantised
 from rank_engine import SIZES
 
 from pagedkv import LLM, Engine, SamplingParams, ops
-from pagedkv.engine import LoRARequest
+from pagedkv.engine import IpcTensor, LoRARequest
 from pagedkv.models.safetensors import SafetensorsFile
 from pagedkv.models.update import read_files
 
@@ -396,3 +397,30 @@ def test_weights_of_a_file_are_written_by_nobody_else(folders):
         llm.update_weights({"model.norm.weight": np.zeros(64, np.float32)})
         assert not ops.asarray(llm._runner.model.norm).numpy().any()
     assert file.tensor("model.norm.weight").numpy().all()
+
+
+def test_tensors_of_another_process(folders, weights, monkeypatch):
+    """Where a handle points, with an offset; torch writes a version and a kind before its handles."""
+    memory, handle = {}, bytes(range(64))
+    for name, array in weights.items():
+        memory[name] = np.concatenate([np.zeros(32, np.uint8), array.view(np.uint8).reshape(-1)])
+    asked: list = []
+
+    def open_ipc(given, num_bytes, device):
+        asked.append((given, device))
+        return ops.from_dlpack(memory[list(memory)[len(asked) - 1]])[:num_bytes]
+
+    monkeypatch.setattr(ops, "open_ipc", open_ipc)
+    for before in (b"", b"\x02c", b"\x03c"):
+        asked.clear()
+        given = {name: IpcTensor(before + handle, array.shape, "float32", 32, "cuda:1") for name, array in weights.items()}
+        with LLM(folders[0], **OPTIONS) as llm:
+            llm.update_weights(given)
+            assert tokens(llm) == tokens_of(folders[1])
+        assert set(asked) == {(handle, "cuda:1")}
+    monkeypatch.undo()
+    with LLM(folders[0], **OPTIONS) as llm:
+        for wrong, message in (({"dtype": "int7"}, "dtype is 'int7' but must be one of"), ({"offset": -1}, "offset is -1 but")):
+            bad = {"lm_head.weight": dataclasses.replace(given["lm_head.weight"], **wrong)}
+            with pytest.raises(ValueError, match=message):
+                llm.update_weights(bad)

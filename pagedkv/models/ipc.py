@@ -11,7 +11,7 @@ from pagedkv.checks import check_int
 from . import ITEM_BYTES
 
 HANDLE_BYTES = 64
-OF_TORCH = b"\x01c"  # before the handle, where torch says that it is one of cudaMalloc's
+OF_CUDA_MALLOC = b"c"  # before torch's handles: a version, and this where it is one of cudaMalloc's
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,6 @@ class IpcTensor:
             raise ValueError(f"dtype is {self.dtype!r} but must be one of {', '.join(ITEM_BYTES)}")
         shape, offset = tuple(check_int("shape", size, 0) for size in self.shape), check_int("offset", self.offset, 0)
         end = offset + math.prod(shape) * ITEM_BYTES[self.dtype]
-        handle = self.handle.removeprefix(OF_TORCH) if len(self.handle) > HANDLE_BYTES else self.handle
+        is_torchs = len(self.handle) == 2 + HANDLE_BYTES and self.handle[1:2] == OF_CUDA_MALLOC
+        handle = self.handle[2:] if is_torchs else self.handle
         return ops.open_ipc(handle, end, self.device)[offset:].view(shape, self.dtype)

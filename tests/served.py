@@ -33,10 +33,11 @@ def model_of(folder: Path = DEMO) -> ServedModel:
 
 
 @contextmanager
-def serving(client, model=None, *, api_keys=(), origins=(), with_page=True, **limits):
+def serving(client, model=None, *, api_keys=(), origins=(), with_page=True, with_admin=False, **limits):
     """The address of a server, and the Server."""
     server = Server(client, model or ServedModel.of_engine(client.engine, ["demo"], TEMPLATE), **limits)
-    app, listener = make_app(server, api_keys=api_keys, origins=origins, with_page=with_page), bind("127.0.0.1", 0)
+    how = {"api_keys": api_keys, "origins": origins, "with_page": with_page, "with_admin": with_admin}
+    app, listener = make_app(server, **how), bind("127.0.0.1", 0)
     life = Lifecycle(server, app)
     address = address_of(listener, "http")
     thread = threading.Thread(target=life.run, args=([listener],))

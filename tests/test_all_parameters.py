@@ -13,6 +13,7 @@ import pagedkv
 # What takes no tensor, or one beside nothing else.
 WITHOUT = {
     "empty",
+    "open_ipc",
     "from_dlpack",
     "synchronize",
     "check_errors",

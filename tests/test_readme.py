@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/engine.md run as they stand, and figures in pages are the recorded ones."""
+"""The examples of the README, of docs/engine.md and of docs/training.md run as they stand, and figures in pages are the recorded ones."""
 
 import re
 import sys
@@ -11,15 +11,15 @@ import report
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [page for page in (README, ROOT / "docs" / "engine.md") if page.exists()]
+PAGES = [page for page in (README, ROOT / "docs" / "engine.md", ROOT / "docs" / "training.md") if page.exists()]
 EXAMPLES = [(page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def test_there_are_examples():
-    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 5
+    assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 5 + ["training.md"]
 
 
-@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "shapes", "settings", "cache"])
+@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "shapes", "settings", "cache", "training"])
 def test_example(page, example, capsys):
     for word, package in (("import torch", "torch"), ("StructuredOutputs", "xgrammar")):
         if word in example:

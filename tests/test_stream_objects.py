@@ -16,6 +16,13 @@ HAS_GPU = ops.build_info()["cuda_problem"] is None
 OF_A_GPU = [ops.memory_info, ops.num_multiprocessors, ops.reload_context]
 
 
+def open_ipc(device: str = "cuda"):
+    return ops.open_ipc(bytes(64), 3, device)
+
+
+OF_A_GPU.append(open_ipc)
+
+
 # --- without a GPU
 
 

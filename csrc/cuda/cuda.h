@@ -381,7 +381,7 @@ pk_cuda_launcher<pk_copy_args> pk_cuda_copy;
 #define PK_CUDA_ENTRIES(X) \
     X(count_plan_rows) X(linear_fuses) X(kernel_instance) X(linear_algorithms) X(use_linear_algorithm) \
     X(count_devices) X(allocate) X(release) X(range_reserve) X(range_resize) X(range_release) X(synchronize) X(check_errors) \
-    X(memory_info) X(num_multiprocessors) X(reload_context) X(allocate_pinned) X(release_pinned) \
+    X(memory_info) X(num_multiprocessors) X(reload_context) X(allocate_pinned) X(release_pinned) X(ipc_open) X(ipc_close) \
     X(stream_create) X(stream_destroy) X(stream_synchronize) X(stream_wait) X(stream_id) X(stream_is_new) \
     X(capture_id) X(capture_keep) \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(event_synchronize) X(event_elapsed_ms) \

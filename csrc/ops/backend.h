@@ -74,6 +74,8 @@ typedef struct pk_copy_args pk_copy_args;
 typedef struct pk_linear_algorithm pk_linear_algorithm;
 typedef struct pk_linear_choices pk_linear_choices;
 
+enum { PK_IPC_HANDLE_BYTES = 64 };
+
 /* The functions of a backend, for tensors that are on `device`. One that a backend lacks is NULL; the dispatcher says
  * so by name. */
 typedef struct pk_backend {
@@ -111,6 +113,9 @@ typedef struct pk_backend {
     pk_status (*reload_context)(pk_device device, pk_error *err); /* waits, then is put away and taken back */
     pk_status (*allocate_pinned)(pk_device device, size_t bytes, void **data, pk_error *err); /* host memory */
     void (*release_pinned)(pk_device device, void *data);
+    /* Memory of the device that another process of this machine has, by PK_IPC_HANDLE_BYTES bytes. */
+    pk_status (*ipc_open)(pk_device device, const void *handle, void **data, pk_error *err);
+    void (*ipc_close)(pk_device device, void *data);
     pk_status (*stream_create)(pk_device device, pk_stream *stream, pk_error *err);
     void (*stream_destroy)(pk_device device, pk_stream stream); /* waits for its work, frees its workspaces */
     pk_status (*stream_synchronize)(pk_device device, pk_stream stream, pk_error *err);

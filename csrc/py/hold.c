@@ -8,6 +8,7 @@ static void release_memory(py_hold *hold)
     bool is_slow = hold->memory.device.type == PK_CPU && hold->memory.bytes > PY_LARGE_BYTES;
     if (pk_backend_of(hold->memory.device, &backend, NULL) != PK_OK) return;
     void (*release)(pk_device, void *) = hold->memory.is_pinned ? backend->release_pinned : backend->release;
+    if (hold->memory.is_foreign) release = backend->ipc_close;
     PY_WITHOUT_GIL(is_slow, release(hold->memory.device, hold->memory.data));
 }
 

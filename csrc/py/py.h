@@ -46,7 +46,7 @@
  * inspect.signature shows. */
 /* clang-format off */
 #define PY_SIGNATURES(X)                                                                                          \
-    X(empty) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)           \
+    X(empty) X(open_ipc) X(asarray) X(from_dlpack) X(synchronize) X(check_errors) X(set_num_threads) X(memory_info)           \
     X(num_multiprocessors) X(reload_context) X(_pack_ids) X(ElasticBuffer) X(ElasticBuffer_resize)                \
     X(ElasticBuffer_tensor) X(Stream) X(Stream_wait) X(Event) X(Event_record) X(Event_elapsed_ms) X(Graph)        \
     X(Graph_capture) X(Graph_replay) X(Tensor_copy_) X(Tensor_view) X(Tensor_transpose) X(Tensor___dlpack__)      \
@@ -193,8 +193,9 @@ typedef struct py_hold {
             void *data;
             size_t bytes;
             pk_device device;
-            bool is_pinned; /* host memory, from the device's backend all the same */
-        } memory;           /* of the device's backend */
+            bool is_pinned;  /* host memory, from the device's backend all the same */
+            bool is_foreign; /* another process has it */
+        } memory;            /* of the device's backend */
         struct {
             PyObject *buffer;  /* an ElasticBuffer */
             py_memory *memory; /* its counts, which all of its Tensors share */

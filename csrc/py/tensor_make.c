@@ -1,5 +1,6 @@
-/* tensor_make.c - how a Tensor comes to be: empty(), asarray(), from_dlpack(). */
+/* tensor_make.c - how a Tensor comes to be: empty(), open_ipc(), asarray(), from_dlpack(). */
 #include "py/tensor.h"
+#include "py/stream.h"
 #include "ops/copy.h"
 
 #include <string.h>
@@ -36,6 +37,49 @@ static PyObject *py_empty(PY_FASTCALL)
     if (!is_pinned || device.type == PK_CPU) return py_tensor_new(state, dtype, device, is_pinned, ndim, shape);
     PyErr_SetString(PyExc_ValueError, "pinned: only memory on the cpu can be pinned");
     return NULL;
+}
+
+// --- open_ipc
+
+PyDoc_STRVAR(
+    open_ipc_doc,
+    "open_ipc(handle, num_bytes, device=\"cuda\")\n--\n\n"
+    "A Tensor, uint8 [num_bytes], over memory of a GPU that another process of this machine has.\n\n"
+    "Args:\n"
+    "    handle: the 64 bytes of a cudaIpcMemHandle_t, which cudaIpcGetMemHandle() has made of what cudaMalloc() gave.\n"
+    "    num_bytes: from its beginning; nobody knows here how large it is.\n"
+    "    device: where that process has it, by this process's number.\n\n"
+    "What the other process writes must be done before (cudaStreamSynchronize), and the memory must stay until the last\n"
+    "view of the Tensor is gone. ValueError: another length. CudaError: there is no such memory, or it is this process's\n"
+    "own. NotImplementedError: on the CPU.");
+static PyObject *py_open_ipc(PY_FASTCALL)
+{
+    enum { HANDLE, NUM_BYTES, DEVICE };
+    py_state *state = py_module_state(self);
+    PY_BIND(state, open_ipc);
+    pk_error err;
+    pk_device device;
+    const pk_backend *backend;
+    Py_buffer handle;
+    pk_view view = {.ndim = 1, .dtype = PK_U8};
+    if (py_int64_arg("num_bytes", given[NUM_BYTES], &view.shape[0]) < 0) return NULL;
+    if (view.shape[0] < 0)
+        return PyErr_Format(PyExc_ValueError, "num_bytes: is %lld but must be at least 0", (long long)view.shape[0]);
+    if (py_device_with(state, given[DEVICE], offsetof(pk_backend, ipc_open), "open_ipc", &device, &backend) < 0 ||
+        PyObject_GetBuffer(given[HANDLE], &handle, PyBUF_SIMPLE) < 0)
+        return NULL;
+    py_hold hold = {.kind = PY_HOLD_MEMORY, .memory = {.device = device, .is_foreign = true}};
+    pk_status status = PK_OK;
+    if (handle.len != PK_IPC_HANDLE_BYTES)
+        status = pk_fail(&err, PK_EVALUE, "handle: has %zd bytes but must have %d", handle.len, PK_IPC_HANDLE_BYTES);
+    else
+        PY_WITHOUT_GIL(true, status = backend->ipc_open(device, handle.buf, &hold.memory.data, &err));
+    PyBuffer_Release(&handle);
+    if (status != PK_OK) return py_raise(state, &err);
+    view.device = device;
+    hold.memory.bytes = pk_view_make_contiguous(&view);
+    view.data = hold.memory.data;
+    return py_tensor_from_view(state, &view, &hold);
 }
 
 // --- from_dlpack
@@ -231,6 +275,7 @@ static PyObject *py_asarray(PY_FASTCALL)
 
 PyMethodDef py_tensor_functions[] = {
     PY_METHOD("empty", py_empty, empty_doc),
+    PY_METHOD("open_ipc", py_open_ipc, open_ipc_doc),
     PY_METHOD("asarray", py_asarray, asarray_doc),
     PY_METHOD("from_dlpack", py_from_dlpack, from_dlpack_doc),
     {NULL, NULL, 0, NULL},

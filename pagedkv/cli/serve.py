@@ -57,6 +57,8 @@ def add(commands: Commands) -> None:
     help = "seconds of a step after which /health says 503: the engine is stuck (default: %(default)s)"
     where.add_argument("--stuck-after", metavar="N", type=float, default=120.0, help=help)
     where.add_argument("--no-page", action="store_true", help="nothing at /: no page that shows what the engine does")
+    help = "paths for training loops: /sleep, /wake_up, /pause, /resume, /update_weights, ...; any client may use them"
+    where.add_argument("--enable-admin", action="store_true", help=help)
     help = "a line a second on stderr, while there are requests: how many, by status"
     where.add_argument("--access-log", action="store_true", help=help)
     help = "seconds for answers on their way after the first signal; not given: as long as they take"
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         },
         app={
             "api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log,
-            "with_page": not args.no_page,
+            "with_page": not args.no_page, "with_admin": args.enable_admin,
         },
         http={"drain_timeout": args.drain_timeout} | tls,
     )  # fmt: skip

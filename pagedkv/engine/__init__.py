@@ -3,6 +3,7 @@
 # Imported at first use: the command line reads the options (options.py, sampling_params.py) without all the rest.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from pagedkv.models.ipc import IpcTensor
     from pagedkv.parallel.watch import RankError
 
     from .async_engine import AsyncEngine
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM", "AsyncEngine", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine", "EngineCounters",
-    "EngineStats", "LoRARequest", "RankError", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
-    "StructuredOutputsParams",
+    "EngineStats", "IpcTensor", "LoRARequest", "RankError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
+    "SamplingParams", "StructuredOutputsParams",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
     _MODULES = {
         "LLM": "llm", "AsyncEngine": "async_engine", "ChatTemplate": "text.chat", "Engine": "engine",
+        "IpcTensor": "control",
         "LoRARequest": "lora_request", "RankError": "core",
         "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
         "StructuredOutputsParams": "structured_outputs",

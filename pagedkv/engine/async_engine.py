@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from .client import EngineClient
+from .control import control_of
 from .engine import EMBED, Engine
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
@@ -174,6 +175,10 @@ class AsyncEngine(EngineClient):
     async def explain(self, request_id: str) -> str | None:
         """What the request is doing or, if it waits, why. None where no unfinished request has this id."""
         return await asyncio.wrap_future(self.engine._core.ask(partial(self.engine._book.explain, request_id)))
+
+    async def control(self, name: str, *args: Any, **options: Any) -> Any:
+        """As Engine's method of this name, in another thread."""
+        return await asyncio.to_thread(control_of(self.engine, name), *args, **options)
 
     def stats(self) -> EngineStats:
         """The engine's statistics: see Engine.stats()."""

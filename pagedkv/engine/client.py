@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Collection
+from typing import Any, Protocol
 
+from .holds import PauseMode
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
 from .requests.prompts import Prompt
@@ -12,7 +13,60 @@ from .requests.view import EngineView
 from .sampling_params import SamplingParams
 
 
-class EngineClient(Protocol):
+class ControlClient(Protocol):
+    """The calls of control.CALLS, by one: control()."""
+
+    async def control(self, name: str, *args: Any, **options: Any) -> Any:
+        """Calls the method of Engine that has this name, one of control.CALLS. What follows are these methods."""
+        ...
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """See Engine.pause()."""
+        await self.control("pause", mode)
+
+    async def resume(self) -> None:
+        """See Engine.resume()."""
+        await self.control("resume")
+
+    async def is_paused(self) -> bool:
+        """See Engine.is_paused()."""
+        found: bool = await self.control("is_paused")
+        return found
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """See Engine.sleep()."""
+        await self.control("sleep", level, mode)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See Engine.wake_up()."""
+        await self.control("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """See Engine.is_sleeping()."""
+        found: bool = await self.control("is_sleeping")
+        return found
+
+    async def update_weights(self, tensors: Any, *, weight_version: int | str | None = None) -> int | str:
+        """See Engine.update_weights(). A client of another process takes the path of a folder or a file."""
+        version: int | str = await self.control("update_weights", tensors, weight_version=weight_version)
+        return version
+
+    async def get_weight_version(self) -> int | str:
+        """See Engine.get_weight_version()."""
+        version: int | str = await self.control("get_weight_version")
+        return version
+
+    async def update_weight_version(self, weight_version: int | str) -> None:
+        """See Engine.update_weight_version()."""
+        await self.control("update_weight_version", weight_version)
+
+    async def reset_prefix_cache(self) -> int:
+        """See Engine.reset_prefix_cache()."""
+        count: int = await self.control("reset_prefix_cache")
+        return count
+
+
+class EngineClient(ControlClient, Protocol):
     """The seam between what takes requests and what computes them. AsyncEngine is the client of an engine in this
     process. Arguments and outputs are plain data, so that a client may as well talk to another process.
     """

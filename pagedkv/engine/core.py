@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pagedkv.ops import GroupError
 from pagedkv.parallel.watch import RankError
 
+from .holds import Holds
 from .outputs import EngineCounters
 from .requests.book import RequestBook
 from .requests.fault_search import FaultSearch
@@ -37,7 +38,7 @@ Inbox = SimpleQueue[Action | None]  # None: the thread is to end
 logger = logging.getLogger(__name__)
 
 
-class EngineCore:
+class EngineCore(Holds):
     """A runner, a scheduler, the unfinished requests, and the thread that works on them while there are any.
 
     Args:
@@ -49,6 +50,7 @@ class EngineCore:
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)
         self._owner = owner
+        self.holds = set()
         self._faults: FaultSearch | None = None  # after a step that failed, until its request is found
         self._pipeline = self._new_pipeline(runner)
         self._is_stopping = False
@@ -68,6 +70,7 @@ class EngineCore:
         self._inbox: Inbox = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = self.runner is None
+        self._waits = []
 
     # --- for any thread
 
@@ -168,6 +171,22 @@ class EngineCore:
         error.__cause__ = self._death
         return error
 
+    # --- for actions
+
+    def drain(self) -> None:
+        """Waits for all steps on their way."""
+        try:
+            self._pipeline.drain()
+        except BaseException as error:
+            self._recover(error)
+
+    def preempt_all(self) -> None:
+        """After drain(): no sequence has pages, and all begin again once steps are made."""
+        assert self.runner is not None, "it is not closed"
+        self.runner.forget()
+        self._pipeline = self._new_pipeline(self.runner)
+        self.book.preempt_all()
+
     # --- the thread
 
     def _start(self) -> None:
@@ -189,8 +208,10 @@ class EngineCore:
         """Does the action, and steps until no request is left. Returns whether there may be more to do later."""
         self._step_start = time.perf_counter()
         self._guard(action)
+        self._guard(self._settle)
         while self.has_work and not self._is_stopping:
             self.step()
+            self._guard(self._settle)
             self._step_start = time.perf_counter()
         self.book.wake_readers()
         self._step_start = None
@@ -198,11 +219,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.runner is not None and (self._pipeline.has_work or self._faults is not None)
+        is_held = self.runner is None or bool(self.holds)
+        return not is_held and (self._pipeline.has_work or self._faults is not None)
 
     def step(self) -> None:
         """Does what is in the inbox, launches a step, and collects the tokens of the one before."""
         self._guard(self.take_messages)
+        self._guard(self._settle)
         if self.has_work:
             self._guard(self._step)
 
@@ -269,6 +292,7 @@ class EngineCore:
         self.runner = None
         self.book.close()
         self.take_messages()
+        self._end_waits(list(self._waits), self._closed())
         del self._pipeline
 
     def die(self, error: BaseException) -> None:
@@ -280,6 +304,7 @@ class EngineCore:
         for request in self.book.requests:
             self.book.fail(request, error)
         self.book.close()
+        self._end_waits(list(self._waits), self._closed())
         self.book.wake_readers()
         if self.runner is not None:
             self.runner.close()

@@ -22,6 +22,7 @@ from pagedkv.models.pooling import read_normalizes
 from .build import build, read_default_params, read_model
 from .cache import snapshot
 from .cache.pool import KVCaches, num_blocks_of, resize_pool
+from .control import Control
 from .lora_request import LoRARequest
 from .options import KV_CACHE_DTYPES, EngineOptions, describe, find_device
 from .outputs import EngineStats, RequestOutput
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 EMBED = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-class Engine:
+class Engine(Control):
     __doc__ = f"""Continuous batching for the folder of a model in the Hugging Face layout (docs/models.md).
 
     Args:
@@ -78,6 +79,7 @@ class Engine:
         self._random = random.Random(checked.seed)
         self._sequence_ids = itertools.count()
         self._grammars = Grammars(self.tokenizer, self.config)
+        self._start_control()
         self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
@@ -232,6 +234,7 @@ class Engine:
         wanted = num_blocks_of(num_blocks, kv_cache_memory, self._open_runner().caches)
 
         def resize() -> None:
+            self._check_awake("kv_cache")
             self._book.check_resize(wanted)
             resize_pool(self.manager, self._open_runner().resize, wanted)
 
@@ -247,6 +250,7 @@ class Engine:
         to 2 GB/s a core. ValueError: they are not those that were loaded.
         """
         self._refuse_ranks()
+        self._refuse_other_weights()
         identity = self._identity()
         return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
 
@@ -257,6 +261,7 @@ class Engine:
         either nothing has changed.
         """
         self._refuse_ranks()
+        self._refuse_other_weights()
         file = snapshot.open_saved(path, self._identity)
         return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
 
@@ -270,6 +275,8 @@ class Engine:
 
         def run() -> int:
             runner = self._open_runner()
+            self._check_awake("kv_cache")
+            self._refuse_other_weights()
             with runner.stream:
                 return action(runner.caches)
 

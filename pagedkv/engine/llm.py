@@ -182,6 +182,8 @@ class LLM(Engine):
         num_left = len(requests)
         try:
             self._core.submit(requests)
+            if self._core.holds:
+                logger.warning("requests wait until another thread ends it: the engine %s", self._book.obstacle)
             while num_left:
                 self._core.refuse_own_thread()
                 update = mailbox.get()

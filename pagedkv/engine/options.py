@@ -68,6 +68,7 @@ class EngineOptions:
         max_lora_rank: the highest rank of an adapter; memory is allocated for max_loras of it. None: 16
         tensor_parallel_size: ranks: processes with a GPU each, the first of which is this process's, that have a share
             of the weights and of the KV cache each, and compute every step together: see docs/parallel.md
+        logprobs_mode: "raw_logprobs": log probabilities are those before temperature, penalties, filters and masks
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
     """
 
@@ -93,6 +94,7 @@ class EngineOptions:
     max_loras: int | None = None
     max_lora_rank: int | None = None
     tensor_parallel_size: int = 1
+    logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +106,8 @@ class EngineOptions:
             if getattr(self, name) not in allowed:
                 right = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
                 raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
+        if self.logprobs_mode != "raw_logprobs":  # which vLLM has, too
+            raise NotImplementedError(f"logprobs_mode is {self.logprobs_mode!r}; only 'raw_logprobs' is supported")
         for name in ("enable_prefix_caching", "enforce_eager", "batch_invariant", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r} but must be True or False")

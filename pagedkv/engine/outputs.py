@@ -55,6 +55,7 @@ class RequestOutput:
     error: Exception | None  # why this request failed; others go on
     num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
     metrics: RequestMetrics
+    weight_version: int | str = 0  # of the weights that the last token was computed with: see Engine.update_weights
 
     @property
     def text(self) -> str | None:
@@ -97,6 +98,7 @@ class EmbeddingOutput:
     embedding: np.ndarray  # float32 [hidden_size]; empty where there is an error
     error: Exception | None
     num_cached_tokens: int
+    weight_version: int | str = 0  # as RequestOutput's
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from pagedkv.ops import Communicator
 
 from .linear import TensorSource
 from .lora import LoraSize
+from .places import Made, Places, Rows
 from .spec import Quantization
 from .upload import Upload
 from .weight import Part, Weight
@@ -31,21 +32,28 @@ class DummyCheckpoint(TensorSource):
     def __init__(
         self, dtype: str, device: str,
         quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
-        batch_invariant: bool = False,
+        batch_invariant: bool = False, places: Places | None = None,
     ) -> None:  # fmt: skip
+        """places: as Checkpoint's."""
+        self.places = places or Places(device, dtype)
         self.dtype, self.device, self.quantization, self.lora, self.comm = dtype, device, quantization, lora, comm
         self.batch_invariant = batch_invariant
         self.normal = np.random.default_rng(0).standard_normal(POOL_SIZE, np.float32)
-        self.pool = self._placed(self.normal * np.float32(DEVIATION))
-        self.upload = Upload(device)
+        self.pool = ops.asarray(self._of(self.normal * np.float32(DEVIATION)), device=device)
+        self.upload = Upload(device, self.places.memory)
         self.dequantised = []
         self.start = 0  # in the pool, of the next tensor
         self.view_of = lru_cache(maxsize=4)(self._view_of)  # experts have hundreds that are alike
 
     def load(self, name: str, *shape: int) -> pagedkv.Tensor:
+        tensor = self._drawn(name, shape)
+        self.places.add(Rows(name, shape, tensor))
+        return tensor
+
+    def _drawn(self, name: str, shape: Sequence[int]) -> pagedkv.Tensor:
+        tensor = self.upload.empty(shape, self.dtype)
         if len(shape) == 1 and name.endswith(".weight"):  # a norm's
-            return self._placed(np.ones(shape, np.float32))
-        tensor = ops.empty(shape, self.dtype, self.device)
+            return self.upload.copy(tensor, self._of(np.ones(shape, np.float32)))
         flat, size = tensor.view(math.prod(shape)), math.prod(shape)
         done = 0
         while done < size:
@@ -56,7 +64,11 @@ class DummyCheckpoint(TensorSource):
         return tensor
 
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
-        return self.load("+".join(rows), sum(rows.values()), *rest)
+        stacked, start = self._drawn("+".join(rows), (sum(rows.values()), *rest)), 0
+        for name, count in rows.items():
+            self.places.add(Rows(name, (count, *rest), stacked[start : start + count]))
+            start += count
+        return stacked
 
     def has(self, name: str) -> bool:
         return False
@@ -79,10 +91,12 @@ class DummyCheckpoint(TensorSource):
         return ValueError(f"a dummy: tensor {name!r} {message}")
 
     def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
-        return self.upload.place(parts, num_experts)
+        weight = self.upload.place(parts, num_experts)
+        self.places.add(Made(parts, num_experts, weight))
+        return weight
 
-    def _placed(self, values: np.ndarray) -> pagedkv.Tensor:
-        return ops.asarray(ops.asarray(values, self.dtype), device=self.device)  # only the CPU converts
+    def _of(self, values: np.ndarray) -> pagedkv.Tensor:
+        return ops.asarray(values, self.dtype)  # here, because only the CPU converts
 
     @staticmethod
     def fingerprint() -> str:
@@ -92,6 +106,9 @@ class DummyCheckpoint(TensorSource):
     def close(self) -> None:
         """As Checkpoint.close()."""
         self.upload.close()
+        # The model has those that there were.
+        self.places, self.upload = Places(self.device, self.dtype), Upload(self.device)
 
     def check_all_used(self, copies: Mapping[str, str]) -> None:
         """No folder, so nothing in it that the model does not know."""
+        self.places.copies |= copies

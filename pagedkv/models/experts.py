@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pagedkv import Tensor, ops
 from pagedkv.ops import Communicator
 
 from .linear import TensorSource
 from .share import Share
-from .weight import Part, Weight
+from .weight import Part, Weight, part_of
 
 
 class ExpertLinear:
@@ -56,16 +59,18 @@ def load_experts(
     size, quantization = sum(rows.values()), source.quantization
     comm = source.comm if isinstance(in_features, Share) else None
     each = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
+    weights = [{f"{name}.{i}.{row}.weight": count for row, count in rows.items()} for i in range(num_experts)]
     if source.has(joined):
         if quantization is None or not quantization.covers(joined):
-            weight = Weight(source.load(joined, num_experts, size, in_features))
-            return ExpertLinear(weight, comm, source.batch_invariant)
+            weight = source.load(joined, num_experts, size, in_features)
+            source.places.add_experts(joined, weight, weights)
+            return ExpertLinear(Weight(weight), comm, source.batch_invariant)
         parts = _parts_of_joined(source, joined, num_experts, size, in_features)
     elif quantization is None or not any(map(quantization.covers, each)):
-        weights = {f"{one}.weight": count for one, count in each.items()}
-        stacked = source.load_stacked(weights, in_features)
-        weight = Weight(stacked.view((num_experts, size, in_features)))
-        return ExpertLinear(weight, comm, source.batch_invariant)
+        stacked = source.load_stacked({one: count for expert in weights for one, count in expert.items()}, in_features)
+        weight = stacked.view((num_experts, int(size), int(in_features)))
+        source.places.add_experts(joined, weight, weights)
+        return ExpertLinear(Weight(weight), comm, source.batch_invariant)
     else:
         parts = [source.part(one, count, in_features) for one, count in each.items()]
         for one, part in zip(each, parts, strict=True):
@@ -78,22 +83,27 @@ def load_experts(
 
 def _parts_of_joined(source: TensorSource, name: str, num_experts: int, num_rows: int, in_features: int) -> list[Part]:
     """Those of a tensor that holds all experts, and is quantised."""
-    assert source.quantization is not None
-    if not source.quantization.reads_joined_experts:
+    quantization = source.quantization
+    assert quantization is not None
+    if not quantization.reads_joined_experts:
         raise NotImplementedError(
-            f"{name}: experts in one tensor, quantised ({source.quantization.name}); a tensor for each is supported"
+            f"{name}: experts in one tensor, quantised ({quantization.name}); a tensor for each is supported"
         )
     views: dict[str, Tensor] = {}
-    return [
-        source.quantization.read(_Expert(source, views, num_experts, i), name, num_rows, in_features)
-        for i in range(num_experts)
-    ]
+
+    def read(index: int, views: dict[str, Tensor] | None, source: Any) -> Part:
+        expert = _Expert(source, {} if views is None else views, num_experts, index)
+        return quantization.read(expert, name, num_rows, in_features)
+
+    # Read again, each has views of its own: nothing keeps those of the files.
+    parts = [part_of(source, partial(read, i, views)) for i in range(num_experts)]
+    return [replace(part, again=partial(read, i, None)) for i, part in enumerate(parts)]
 
 
 class _Expert:
     """What a reader asks for of a single weight, of one expert: it lies in tensors of all experts."""
 
-    def __init__(self, source: TensorSource, views: dict[str, Tensor], num_experts: int, index: int) -> None:
+    def __init__(self, source: Any, views: dict[str, Tensor], num_experts: int, index: int) -> None:
         self.source, self.views, self.num_experts, self.index = source, views, num_experts, index
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
@@ -102,4 +112,5 @@ class _Expert:
         joined = module + last.removeprefix("weight")
         if joined not in self.views:
             self.views[joined] = self.source.view(joined, (self.num_experts, *shape), dtypes)
-        return self.views[joined][self.index]
+        view: Tensor = self.views[joined][self.index]
+        return view

@@ -35,7 +35,12 @@ class Block(ABC):
         """norm: the name of the norm before `first`; None: before several products, so that it is not folded."""
         self.eps = config.rms_norm_eps
         weight = source.load(f"{norm}.weight", config.hidden_size)
-        self.norm = weight if first is None else first.fold(weight)
+        self.norm: Tensor | None = weight
+        if first is not None:
+            before = first.weights[0].data
+            self.norm = first.fold(weight)
+            if self.norm is None:
+                source.places.add_fold(before, first.weights[0].data, weight)
 
     @staticmethod
     @abstractmethod

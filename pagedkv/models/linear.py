@@ -11,9 +11,10 @@ from pagedkv.ops import Communicator
 
 from . import DTYPES
 from .lora import LoraPart, LoraSize
+from .places import Places, is_readonly
 from .share import Share, is_first
 from .spec import Quantization
-from .weight import Part, Weight, part_of_view, stackable
+from .weight import Part, Weight, part_of, part_of_view, stackable
 
 LARGE = 1 << 20  # bytes of a weight: with fewer, a product's time is that of a launch
 
@@ -52,8 +53,7 @@ class Linear:
         if not self.can_fold:
             return norm
         data = self.weights[0].data
-        is_files = data.device == "cpu" and memoryview(data.view(data.nbytes, "uint8")).readonly
-        folded = ops.empty(data.shape, data.dtype) if is_files else data
+        folded = ops.empty(data.shape, data.dtype) if is_readonly(data) else data
         self.weights = (Weight(ops.scale_columns(data, norm, out=folded)),)
         return None
 
@@ -138,6 +138,7 @@ class TensorSource(ABC):
     comm: Communicator | None = None  # of the ranks that have the tensors' shares; None: one has all
     batch_invariant: bool = False  # no token's bits may depend on the other tokens of a step
     dequantised: list[str]  # those that could not stay as they were
+    places: Places  # where they went
 
     @abstractmethod
     def load(self, name: str, *shape: int) -> Tensor:
@@ -195,12 +196,14 @@ class TensorSource(ABC):
 
     def part(self, name: str, num_rows: int, in_features: int) -> Part:
         """The weight of the projection of this name, in the form in which it is to be placed."""
-        if self.quantization is not None and self.quantization.covers(name):
-            part = self.quantization.read(self, name, num_rows, in_features)
+        quantization = self.quantization
+        if quantization is not None and quantization.covers(name):
+            part = part_of(self, lambda source: quantization.read(source, name, num_rows, in_features))
             if part.scales is None:
                 self.dequantised.append(name)
             return part
-        return part_of_view(self.view(f"{name}.weight", (num_rows, in_features), DTYPES), self.dtype)
+        shape = num_rows, in_features
+        return part_of(self, lambda source: part_of_view(source.view(f"{name}.weight", shape, DTYPES), source.dtype))
 
     def _joined(self, rows: Mapping[str, int], *rest: int) -> Tensor:
         """A single tensor may stay where it is."""

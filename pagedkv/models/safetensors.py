@@ -55,6 +55,9 @@ class Entry(NamedTuple):
 class SafetensorsFile:
     """One mapped file. Its tensors are read-only and keep the mapping alive; there is nothing to close.
 
+    The memory is not: see places.writable(). Pages that are written become this process's own, and the file stays as it
+    is.
+
     A file that breaks a rule of the format is refused as a whole.
     """
 
@@ -65,10 +68,11 @@ class SafetensorsFile:
             with open(path, "rb") as file:
                 stat = os.fstat(file.fileno())
                 self.stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns  # another one: another content
-                self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:  # mmap refuses an empty file
             raise CheckpointError(f"{path}: empty file") from None
         self.bytes = np.frombuffer(self.mapping, np.uint8)
+        self.bytes.flags.writeable = False
         header, self.data_start = self._read_header()
         self.entries = {name: self._read_entry(name, entry) for name, entry in header.items()}
         self._check_layout()

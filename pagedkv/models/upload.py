@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pagedkv import Event, Tensor, ops
 
 from .weight import Part, Scales, Weight, stack_scales
+from .weight_memory import WeightMemory
 
 PIECE_BYTES = 4 << 20
 MAX_THREADS = 16
@@ -39,10 +40,14 @@ def _padded(scales: Scales) -> Tensor:
 
 
 class Upload:
-    """Writes tensors of one device. On a GPU they are complete after ops.synchronize()."""
+    """Writes tensors of one device. On a GPU they are complete after ops.synchronize(). memory: of what it makes; None:
+    each tensor has its own."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, memory: WeightMemory | None = None) -> None:
+        self.device, self._memory = device, memory
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        return ops.empty(shape, dtype, self.device) if self._memory is None else self._memory.empty(shape, dtype)
 
     def copy(self, target: Tensor, view: Tensor) -> Tensor:
         """target = view, converted. Both are contiguous and of one shape."""
@@ -57,7 +62,7 @@ class Upload:
         if len(parts) == 1 and first.whole is not None and self.device == "cpu":
             data = first.whole
         else:
-            data = ops.empty((sum(part.num_rows for part in parts), first.row_size), first.dtype, self.device)
+            data = self.empty((sum(part.num_rows for part in parts), first.row_size), first.dtype)
             ends = list(accumulate(part.num_rows for part in parts))
             rows = (data[end - part.num_rows : end] for end, part in zip(ends, parts, strict=True))
             self._run(chain(*(_pieces(its, part.write, part.step) for its, part in zip(rows, parts, strict=True))))
@@ -75,21 +80,25 @@ class Upload:
         """A copy, or on the CPU the view itself."""
         if self.device == "cpu":
             return view
-        return self.copy(ops.empty(view.shape, view.dtype, self.device), view)
+        return self.copy(self.empty(view.shape, view.dtype), view)
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        """target = source, bytes of a GPU's into memory of the host; waits for them."""
+        staging = self._staging
+        starts = range(0, source.nbytes, PIECE_BYTES)
+        self._each(lambda at: _fetch(staging, target[at : at + PIECE_BYTES], source[at : at + PIECE_BYTES]), starts)
 
     def _run(self, pieces: Iterable[Piece]) -> None:
-        all_pieces, staging = list(pieces), None if self.device == "cpu" else self._staging
-
-        def write_piece(piece: Piece) -> None:
-            if staging is None:
-                piece.write(piece.target)
-            else:
-                _stage(staging, piece)
-
-        if len(all_pieces) == 1:
-            write_piece(all_pieces[0])
+        if self.device == "cpu":
+            self._each(lambda piece: piece.write(piece.target), list(pieces))
         else:
-            for _ in self._threads.map(write_piece, all_pieces):
+            self._each(partial(_stage, self._staging), list(pieces))
+
+    def _each(self, action: Callable[[Any], object], items: Sequence[Any]) -> None:
+        if len(items) == 1:
+            action(items[0])
+        else:
+            for _ in self._threads.map(action, items):
                 pass  # raises what a thread has raised
 
     @cached_property
@@ -145,5 +154,18 @@ def _stage(staging: Staging, piece: Piece) -> None:
         piece.write(staged)
         target.copy_(staged)
         event.record()
+    finally:
+        staging.put((memory, event))
+
+
+def _fetch(staging: Staging, target: Tensor, source: Tensor) -> None:
+    """Reads a piece of a GPU's memory by way of pinned memory."""
+    memory, event = staging.get()
+    try:
+        event.synchronize()
+        staged = memory[: source.nbytes].copy_(source)
+        event.record()
+        event.synchronize()
+        target.copy_(staged)
     finally:
         staging.put((memory, event))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class Part:
     step: int = 1  # first and last are multiples, but for the end
     scales: Scales | None = None  # complete when all rows were written
     whole: Tensor | None = None  # the data, where nothing needs to be done to it
+    names: tuple[str, ...] = ()  # of the tensors that it was made of, and ...
+    again: Callable[[Any], Part] | None = None  # ... how it is made of another source's
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -75,6 +77,28 @@ class Part:
         if self.scales is None:
             return (self.dtype,)
         return self.dtype, self.scales.block[1], self.scales.values.dtype, self.scales.quantizes_x
+
+
+class _Noted:
+    """A source that notes which tensors a reader asks for."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.names: list[str] = []
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
+        self.names.append(name)
+        view: Tensor = self.source.view(name, shape, dtypes)
+        return view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+def part_of(source: Any, read: Callable[[Any], Part]) -> Part:
+    """What the reader makes of a source, and knows how to make of another one."""
+    noted = _Noted(source)
+    return replace(read(noted), names=tuple(noted.names), again=read)
 
 
 def part_of_view(view: Tensor, dtype: str, scales: Scales | None = None) -> Part:

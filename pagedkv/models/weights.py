@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 import pagedkv
-from pagedkv import ops
 from pagedkv.ops import Communicator
 from pagedkv.progress import progress_bar
 
@@ -20,6 +19,7 @@ from . import DTYPES
 from .files import CheckpointError, find_weights
 from .linear import TensorSource
 from .lora import LoraSize
+from .places import Made, Places, Rows
 from .safetensors import Entry, SafetensorsFile
 from .share import narrowed, whole
 from .spec import Quantization
@@ -41,16 +41,18 @@ class Checkpoint(TensorSource):
     def __init__(
         self, folder: Path, dtype: str, device: str,
         quantization: Quantization | None = None, lora: LoraSize | None = None, comm: Communicator | None = None,
-        batch_invariant: bool = False,
+        batch_invariant: bool = False, places: Places | None = None,
     ) -> None:  # fmt: skip
+        """places: learns where the tensors go, and has the memory for them."""
         self.folder, self.dtype, self.device, self.quantization = folder, dtype, device, quantization
         self.lora, self.comm, self.batch_invariant = lora, comm, batch_invariant
+        self.places = places or Places(device, dtype)
         self.files = _open_files(folder)
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
         self._views: list[tuple[SafetensorsFile, str]] = []  # whose tensors are about to be copied
         self.dequantised = []
-        self._upload = Upload(device)
+        self._upload = Upload(device, self.places.memory)
         self._progress = ExitStack()
         num_bytes = sum(file.num_bytes for file in set(self.files.values()))
         self._bar = self._progress.enter_context(progress_bar(num_bytes, "weights", "B", is_scaled=True))
@@ -71,6 +73,8 @@ class Checkpoint(TensorSource):
         self._progress.close()
         self.files.clear()
         self._views.clear()
+        # The model has those that there were.
+        self.places, self._upload = Places(self.device, self.dtype), Upload(self.device)
 
     def fingerprint(self) -> str:
         """A digest of the weights, in hexadecimal, for which all their bytes are read. Raises CheckpointError where the
@@ -84,17 +88,21 @@ class Checkpoint(TensorSource):
         """The tensor, which must have this shape. It is the file's own memory where neither dtype nor device differ."""
         view = self.view(name, shape, DTYPES)
         if view.dtype == self.dtype and self.device == "cpu":
-            return view
-        loaded = self._upload.copy(ops.empty(shape, self.dtype, self.device), view)
-        self._forget_views()
+            self._views.pop()  # it stays
+            loaded = view
+        else:
+            loaded = self._upload.copy(self._upload.empty(shape, self.dtype), view)
+            self._forget_views()
+        self.places.add(Rows(name, shape, loaded))
         return loaded
 
     def load_stacked(self, rows: Mapping[str, int], *rest: int) -> pagedkv.Tensor:
         """Several tensors, each [rows, *rest], stacked along dimension 0: one projection instead of several."""
-        stacked = ops.empty((sum(rows.values()), *rest), self.dtype, self.device)
+        stacked = self._upload.empty((sum(rows.values()), *rest), self.dtype)
         start = 0
         for name, count in rows.items():
-            self._upload.copy(stacked[start : start + count], self.view(name, (count, *rest), DTYPES))
+            memory = self._upload.copy(stacked[start : start + count], self.view(name, (count, *rest), DTYPES))
+            self.places.add(Rows(name, (count, *rest), memory))
             start += count
         self._forget_views()
         return stacked
@@ -102,6 +110,7 @@ class Checkpoint(TensorSource):
     def place(self, parts: Sequence[Part], num_experts: int | None = None) -> Weight:
         weight = self._upload.place(parts, num_experts)
         self._forget_views()
+        self.places.add(Made(parts, num_experts, weight))
         return weight
 
     def _forget_views(self) -> None:
@@ -112,6 +121,7 @@ class Checkpoint(TensorSource):
 
     def check_all_used(self, copies: Mapping[str, str]) -> None:
         """Raises if the folder holds a tensor that was not loaded: then the model is not what the config says."""
+        self.places.copies |= copies
         if self.comm is not None and self.comm.rank:
             return  # one rank checks it, or each would read what is compared
         for name, original in copies.items():
@@ -171,6 +181,11 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     if "embed_tokens.weight" in files:  # a model without a head, such as Qwen3-Embedding's
         files = {f"model.{name}": file for name, file in files.items()}
     return files
+
+
+def entries_of(folder: Path) -> dict[str, tuple[SafetensorsFile, str]]:
+    """The file of every tensor, and its name there."""
+    return {name: (file, _entry(file, name).name) for name, file in _open_files(folder).items()}
 
 
 def _entry(file: SafetensorsFile, name: str) -> Entry:

@@ -30,6 +30,7 @@ class Piece:
     logprobs: list[dict[int, float]]
     finish_reason: str | None
     stop_reason: int | str | None
+    weight_version: int | str = 0
 
 
 class Answers:
@@ -41,9 +42,10 @@ class Answers:
 
     def __init__(
         self, client: EngineClient, gate: Gate, prompts: Sequence[str | list[int]], params: SamplingParams, *,
-        lora_request: LoRARequest | None, priority: int, salt: bytes,
+        lora_request: LoRARequest | None, priority: int, salt: bytes, shows_aborts: bool = False,
     ) -> None:  # fmt: skip
-        self._gate, self._n = gate, params.n
+        """shows_aborts: one that the server ends is an answer as far as it came, else an error."""
+        self._gate, self._n, self._shows_aborts = gate, params.n, shows_aborts
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
         self._num_cached, self._num_new = [0] * len(prompts), 0
         self._streams = [
@@ -86,13 +88,13 @@ class Answers:
         self.prompt_token_ids[prompt], self._num_cached[prompt] = output.prompt_token_ids, output.num_cached_tokens
         pieces = []
         for one in output.outputs:
-            if one.finish_reason == "abort":
+            if one.finish_reason == "abort" and not self._shows_aborts:
                 raise ApiError(503, "the server has ended this answer")
             self._num_new += len(one.token_ids)
             pieces.append(
                 Piece(
                     prompt * self._n + one.index, prompt, one.text or "", one.token_ids, one.logprobs or [],
-                    one.finish_reason, one.stop_reason,
+                    one.finish_reason, one.stop_reason, output.weight_version,
                 )
             )  # fmt: skip
         return pieces

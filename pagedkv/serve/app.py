@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 import pagedkv
 
+from .admin import ROUTES as ADMIN_ROUTES
 from .around import REQUEST_ID, AccessLog, Keys, Outermost
 from .chat import chat
 from .completions import completions
@@ -70,9 +71,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 def make_app(
     server: Server, *, api_keys: Sequence[str] = (), origins: Sequence[str] = (), access_log: bool = False,
-    with_page: bool = True,
+    with_page: bool = True, with_admin: bool = False,
 ) -> Any:  # fmt: skip
-    """origins: of pages whose scripts may ask (CORS); "*": any. Preflights have no key, so CORS comes first."""
+    """origins: of pages whose scripts may ask (CORS); "*": any. Preflights have no key, so CORS comes first.
+    with_admin: the paths that pause the engine and change its weights."""
 
     def bound(handler: Handler) -> Callable[[Request], Awaitable[Any]]:
         async def run(request: Request) -> Any:
@@ -80,7 +82,9 @@ def make_app(
 
         return run
 
-    routes, middleware = [*ROUTES, *(Page().routes if with_page else ())], []
+    server.shows_aborts = with_admin  # who pauses wants what is there
+    page, admin = Page().routes if with_page else (), ADMIN_ROUTES if with_admin else ()
+    routes, middleware = [*ROUTES, *admin, *page], []
     if origins:
         shown = [REQUEST_ID.decode(), WARNING, "retry-after"]  # to scripts, which see few headers otherwise
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": shown}

@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from pagedkv.engine.control import control_of
 from pagedkv.engine.engine import Engine
 from pagedkv.engine.requests.prompts import takes_long
 from pagedkv.engine.requests.request import Request, Update
@@ -105,6 +105,8 @@ class Connection:
                 self._leave(number)
             elif kind == "abort":
                 self.send("done", number, self._host.engine.abort(*values))
+            elif kind == "control":
+                self._control(number, *values)
             else:
                 self._ask(number, getattr(self._host.engine._book, kind), *values)
 
@@ -127,15 +129,20 @@ class Connection:
             self._requests.pop(number, None)
             self.send("raised", number, portable(error))
 
+    def _control(self, number: int, name: str, args: Any, options: dict[str, Any]) -> None:
+        """In another thread, because it may take long."""
+        engine = self._host.engine
+        future = self._loop.run_in_executor(None, lambda: control_of(engine, name)(*args, **options))
+        future.add_done_callback(partial(self._answer, number))
+
+    def _answer(self, number: int, future: Any) -> None:
+        error = future.exception()
+        self.send(*(("done", number, future.result()) if error is None else ("failed", number, portable(error))))
+
     def _ask(self, number: int, action: Callable[..., Any], *values: Any) -> None:
         """The engine's thread does it between two steps, and sends what it gets."""
-
-        def answer(future: Future[Any]) -> None:
-            error = future.exception()
-            self.send(*(("done", number, future.result()) if error is None else ("failed", number, portable(error))))
-
         try:
-            self._host.engine._core.ask(partial(action, *values)).add_done_callback(answer)
+            self._host.engine._core.ask(partial(action, *values)).add_done_callback(partial(self._answer, number))
         except RuntimeError as error:  # it is closed
             self.send("failed", number, error)
 

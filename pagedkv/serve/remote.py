@@ -8,7 +8,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from pagedkv.engine.requests.request import Request
 from pagedkv.engine.requests.view import EngineView
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
+from pagedkv.models.ipc import IpcTensor
 from pagedkv.models.pooling import read_normalizes
 
 from .wire import Decoder, to_bytes, unpack
@@ -176,6 +177,16 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
         """What the request is doing or, if it waits, why. None where no unfinished request has this id."""
         found: str | None = await self._call("explain", request_id)
         return found
+
+    async def control(self, name: str, *args: Any, **options: Any) -> Any:
+        """As AsyncEngine.control(). update_weights() takes the path of files that the engine's process can read, or
+        IpcTensors by name."""
+        given = options.get("tensors", args[0] if args else None)
+        if isinstance(given, Mapping) and given and all(isinstance(each, IpcTensor) for each in given.values()):
+            return await self._call("control", name, args, options)
+        if name == "update_weights" and not isinstance(given, (str, os.PathLike)):
+            raise TypeError("tensors: the engine is in another process: give a path, or IpcTensors by name")
+        return await self._call("control", name, args, options)
 
     async def _call(self, kind: str, *values: Any) -> Any:
         """What the engine's process answers. A call that is cancelled is forgotten."""

@@ -54,6 +54,7 @@ class Server:
     max_waiting: int | None = None
     stuck_after: float = 120.0
     is_draining: bool = False
+    shows_aborts: bool = False  # of completions and chats: see Answers
     gate: Gate = field(init=False)
     metrics: Metrics = field(init=False)
 
@@ -63,6 +64,12 @@ class Server:
 
     async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
         """The body of a request, and headers for its answer."""
+        body, ignored = read(await self.body(request), kind)
+        headers: dict[str, str] = {}
+        warn(headers, ignored)
+        return body, headers
+
+    async def body(self, request: Request) -> bytes:
         parts, size = [], 0
         try:
             async for part in request.stream():
@@ -72,10 +79,7 @@ class Server:
                 parts.append(part)
         except ClientDisconnect:
             raise ApiError(400, "the client left before its request was complete") from None  # nobody hears it
-        body, ignored = read(b"".join(parts), kind)
-        headers: dict[str, str] = {}
-        warn(headers, ignored)
-        return body, headers
+        return b"".join(parts)
 
     def check_queue(self) -> None:
         if self.max_waiting is not None and self.client.stats().num_waiting > self.max_waiting:
@@ -88,7 +92,7 @@ class Server:
         options = check_stream_options(request)
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
-        answers = self.answers(request, prompts, params, form.name)
+        answers = self.answers(request, prompts, params, form.name, shows_aborts=self.shows_aborts)
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
@@ -96,12 +100,13 @@ class Server:
 
 
     def answers(
-        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str
-    ) -> Answers:
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str, *,
+        shows_aborts: bool = False,
+    ) -> Answers:  # fmt: skip
         self.check_queue()
         return Answers(
             self.client, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name),
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name), shows_aborts=shows_aborts,
         )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ class Form(ABC):
     def add_end(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
         choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice |= {"token_ids": piece.token_ids, "weight_version": piece.weight_version}
         return choice
 
 

@@ -30,6 +30,9 @@ class RequestBook:
         self.reset_lock()
         self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
         self._tried: set[Request] | None = None  # the only ones that may run for now: see fault_search.py; None: all
+        self._holds_back, self._held = False, set[Request]()  # those that came since hold_back()
+        self.obstacle: str | None = None  # why none runs at all
+        self.weight_version: int | str = 0  # of the weights that the next step is computed with
         self._wakers: dict[Callable[[], None], None] = {}  # to be called, for readers in event loops
         self._num_streamed = 0
         self._num_finished = 0
@@ -84,6 +87,8 @@ class RequestBook:
         for request in requests:
             if not self._end_at_once(request):
                 self._requests[request] = None
+                if self._holds_back:
+                    self._held.add(request)
                 self._num_streamed += request.is_streamed
                 request.sequences[0].siblings = request.sequences[1:]
         for request in requests:
@@ -97,7 +102,7 @@ class RequestBook:
             self._scheduler.queue(request.sequences)
 
     def _may_run(self, request: Request) -> bool:
-        return self._tried is None or request in self._tried
+        return request not in self._held and (self._tried is None or request in self._tried)
 
     def _end_at_once(self, request: Request) -> bool:
         """Ends a request that wants no token or can never be served. Returns whether it did."""
@@ -200,12 +205,13 @@ class RequestBook:
         if sequences and (request.is_streamed or is_finished):
             if not request.is_streamed:
                 sequences = request.sequences
-            wake = request.receiver.put(request.update(sequences))
+            wake = request.receiver.put(request.update(sequences, self.weight_version))
             request.mark_sent(sequences)
             if wake is not None:
                 self._wakers[wake] = None
         if is_finished and request in self._requests:
             del self._requests[request]
+            self._held.discard(request)
             self._num_streamed -= request.is_streamed
             self._num_finished += 1
 
@@ -222,6 +228,10 @@ class RequestBook:
             num_pages = self._scheduler.pages_of(request.sequences[0])
             if num_pages > num_blocks:
                 raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
+
+    def preempt_all(self) -> None:
+        """No sequence has pages then; those that may run begin again with the tokens that the host knows."""
+        self.restart(None if self._tried is None else list(self._tried))
 
     def restart(self, tried: list[Request] | None = None) -> None:
         """After an error within a step: nothing that the host knows is lost. Unfinished sequences are computed again
@@ -242,6 +252,21 @@ class RequestBook:
     def _restart_scheduler(self) -> None:
         self._scheduler.restart([seq for request in self._requests for seq in request.sequences])
 
+    def hold_back(self) -> None:
+        """Requests that come from now on wait for release_held()."""
+        self._holds_back = True
+
+    def release_held(self) -> None:
+        held, self._held, self._holds_back = self._held, set(), False
+        for request in self.requests:
+            if request in held:
+                self._queue(request)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all requests have ended but those that are held back."""
+        return len(self._held) == len(self._requests)
+
     def close(self) -> None:
         """Aborts all requests, and takes no more."""
         self._is_closed = True
@@ -254,6 +279,7 @@ class RequestBook:
         self._restart_scheduler()
         self._by_id.clear()
         self._requests.clear()
+        self._held.clear()
         self._num_streamed = 0
 
     # --- to look at
@@ -263,6 +289,8 @@ class RequestBook:
         request = self.find(request_id)
         if request is None:
             return None
+        if self.obstacle is not None or request in self._held:
+            return f"waits: the engine {self.obstacle or 'is about to pause'}"
         if not self._may_run(request):
             return "waits: the engine looks for the request that made a step fail"
         return explain(self._scheduler, request.sequences)

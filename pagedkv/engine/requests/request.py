@@ -47,6 +47,7 @@ class Update:
     num_cached: int
     prompt_logprobs: list[dict[int, float] | None] | None
     embedding: np.ndarray | None
+    weight_version: int | str = 0
     others: tuple[Update, ...] = ()  # of other answers after the same step
 
 
@@ -95,16 +96,16 @@ class Request:
     def is_finished(self) -> bool:
         return self.num_ended == len(self.sequences)
 
-    def update(self, sequences: list[Sequence]) -> Update:
+    def update(self, sequences: list[Sequence], weight_version: int | str = 0) -> Update:
         """What is new of these sequences, or of all at the end of a request that is not streamed."""
         for seq in self.sequences:  # an answer that failed before may not have been sent yet
             self.error = self.error or seq.error
-        first, *others = [self._update(seq) for seq in sequences]
+        first, *others = [self._update(seq, weight_version) for seq in sequences]
         if others:
             first.others = tuple(others)
         return first
 
-    def _update(self, seq: Sequence) -> Update:
+    def _update(self, seq: Sequence, weight_version: int | str) -> Update:
         first, text, detokenizer, is_last = self.sequences[0], None, seq.detokenizer, self.is_finished
         num_preemptions, first_token_time = seq.num_preemptions, seq.first_token_time
         if len(self.sequences) > 1:
@@ -126,7 +127,7 @@ class Request:
         return Update(
             self.key, seq.index, new, text, logprobs, seq.cumulative_logprob, seq.finish_reason,
             seq.stop_reason, is_last, self.error, now, first.first_scheduled_time, first_token_time,
-            num_preemptions, max(first.num_cached, 0), first.prompt_logprobs, first.embedding,
+            num_preemptions, max(first.num_cached, 0), first.prompt_logprobs, first.embedding, weight_version,
         )  # fmt: skip
 
     @staticmethod
@@ -168,8 +169,9 @@ class Request:
             if self.normalizes and update.error is None:
                 vector = vector / np.linalg.norm(vector)
             return EmbeddingOutput(
-                self.id, self.prompt, self.prompt_token_ids, vector, update.error, update.num_cached
-            )
+                self.id, self.prompt, self.prompt_token_ids, vector, update.error, update.num_cached,
+                update.weight_version,
+            )  # fmt: skip
         if not self.is_streamed:
             answers = [self._whole_answer(each, index) for index, each in enumerate(self._best(updates))]
         elif self.kind is RequestOutputKind.DELTA:
@@ -184,7 +186,7 @@ class Request:
         )  # fmt: skip
         return RequestOutput(
             self.id, self.prompt, self.prompt_token_ids, update.prompt_logprobs, answers, update.is_last,
-            update.error, update.num_cached, metrics,
+            update.error, update.num_cached, metrics, update.weight_version,
         )  # fmt: skip
 
     def _answer(

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv import BlockManager, Event, Graph, Stream, Tensor, empty, ops
+from pagedkv.models.places import Places
 from pagedkv.models.spec import Batch, Model, Spec
 from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.ring import Kind
@@ -45,6 +46,7 @@ from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
 from .batch_sizes import batch_sizes_of
 from .step_memory import StepMemory
+from .weights import RunnerWeights
 
 GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
@@ -71,9 +73,11 @@ class ModelRunner:
         sizes: Sequence[int] | None = None,
         comm: Communicator | None = None,
         team: Team | None = None,
+        places: Places | None = None,
     ) -> None:
         """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks
-        that have a share of the model each; team: on the first of them, the others."""
+        that have a share of the model each; team: on the first of them, the others. places: of the model's weights;
+        None: these stay as they are."""
         self.spec, self.model, self.device = spec, model, device
         self.comm, self.team = comm, team
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
@@ -81,6 +85,7 @@ class ModelRunner:
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.turn = 0
+        self.weights = RunnerWeights(places or Places(device, "float32"), device, self.stream)
         self._max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)

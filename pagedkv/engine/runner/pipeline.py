@@ -65,8 +65,7 @@ class Pipeline:
                 nonlocal is_committed
                 self.scheduler.commit(step)
                 is_committed = True
-                while self.in_flight:
-                    self._collect()
+                self.drain()
 
             self.runner.launch(step, wait_for_tokens)
             self.in_flight.append(step)
@@ -81,6 +80,11 @@ class Pipeline:
     def collect(self) -> None:
         """Collects the tokens of a step, if there is one whose tokens are due, and waits for them."""
         if self.in_flight and not (self._has_launched and len(self.in_flight) <= self.runner.num_behind):
+            self._collect()
+
+    def drain(self) -> None:
+        """Collects the tokens of all steps on their way."""
+        while self.in_flight:
             self._collect()
 
     def _collect(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pagedkv import ops
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.lora import LoraSize
+from pagedkv.models.places import Places
 from pagedkv.models.registry import load_model
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
@@ -53,7 +54,8 @@ class RunnerPlan:
         device, spec = self.devices[rank], self.spec
         if comm is not None:
             spec = spec.shard(rank, self.num_ranks)
-        where = self.dtype, device, spec.quantization, self.lora, comm, self.batch_invariant
+        places = Places(device, self.dtype)
+        where = self.dtype, device, spec.quantization, self.lora, comm, self.batch_invariant, places
         checkpoint = DummyCheckpoint(*where) if self.is_dummy else Checkpoint(self.folder, *where)
         with closing(checkpoint):
             model = load_model(spec, checkpoint, self.max_model_len)
@@ -61,7 +63,7 @@ class RunnerPlan:
             spec, model, kv_cache_dtype=self.kv_cache_dtype, device=device, block_size=self.block_size,
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len, enforce_eager=self.enforce_eager, has_adapters=self.lora is not None,
-            sizes=self.batch_sizes, comm=comm, team=team,
+            sizes=self.batch_sizes, comm=comm, team=team, places=places,
         )  # fmt: skip
         return runner, checkpoint
 

@@ -1,0 +1,92 @@
+"""Holds: why an engine makes no steps for now, and who waits for that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+
+from .requests.book import RequestBook
+
+PauseMode = Literal["keep", "wait", "abort"]
+OBSTACLES = {"pause": "paused", "sleep": "asleep"}  # by reasons to hold
+
+
+class Wait(NamedTuple):
+    """For no step to be made."""
+
+    reason: str
+    mode: PauseMode
+    done: Future[None]
+
+
+class Holds(ABC):
+    """That part of EngineCore. Any thread may call hold(), actions the rest."""
+
+    book: RequestBook
+    holds: set[str]  # reasons
+    _waits: list[Wait]
+
+    @abstractmethod
+    def drain(self) -> None: ...
+
+    @abstractmethod
+    def refuse_own_thread(self) -> None: ...
+
+    @abstractmethod
+    def _post(self, action: Callable[[], Any]) -> bool: ...
+
+    @abstractmethod
+    def _closed(self) -> RuntimeError: ...
+
+    def hold(self, reason: str, mode: PauseMode) -> Future[None]:
+        """No step is made until release(); the result comes when that is so, and all tokens have been collected.
+
+        mode: requests that are there "keep" what they have and go on later, "wait": go on until they have ended, or
+        "abort". Those that come later wait. Where no step is made already, "wait" is as "keep".
+        """
+        wait = Wait(reason, mode, Future())
+
+        def begin() -> None:
+            if mode == "abort":
+                self.book.abort(self.book.requests)
+            elif mode == "wait":
+                self.book.hold_back()
+            self._waits.append(wait)
+
+        self.refuse_own_thread()
+        if not self._post(begin):
+            raise self._closed()
+        return wait.done
+
+    def release(self, reason: str) -> None:
+        """The reason to hold is gone. Who still waits for it hears so."""
+        self.holds.discard(reason)
+        self._end_waits([wait for wait in self._waits if wait.reason == reason])
+        self._show_holds()
+        if not self.holds and not self._waits:
+            self.book.release_held()
+
+    def add_hold(self, reason: str) -> None:
+        self.drain()
+        self.holds.add(reason)
+        self._show_holds()
+
+    def _show_holds(self) -> None:
+        self.book.obstacle = " and ".join(f"is {OBSTACLES[reason]}" for reason in sorted(self.holds)) or None
+
+    def _settle(self) -> None:
+        """Holds where somebody waits for it, and nothing stands in the way any more."""
+        for wait in list(self._waits):
+            if wait.mode != "wait" or self.holds or self.book.is_settled:
+                self.add_hold(wait.reason)
+                self._end_waits([wait])
+
+    def _end_waits(self, waits: list[Wait], error: BaseException | None = None) -> None:
+        for wait in waits:
+            self._waits.remove(wait)
+            if error is None:
+                wait.done.set_result(None)
+            else:
+                wait.done.set_exception(error)

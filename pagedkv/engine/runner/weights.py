@@ -1,0 +1,76 @@
+"""The weights of a rank's runner while it runs: given back to the device and taken again, and written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from pagedkv import Tensor, ops
+from pagedkv.models.places import Places
+from pagedkv.models.update import Packed, plan_update, read_files, unpacked
+from pagedkv.models.upload import Upload
+
+
+class RunnerWeights:
+    """places: where they lie; stream: of the steps. All calls come between two steps."""
+
+    def __init__(self, places: Places, device: str, stream: Any) -> None:
+        self._places, self._device, self._stream = places, device, stream
+        self._kept: Tensor | None = None  # their bytes, on the host
+        self._are_here = True
+
+    @property
+    def num_missing(self) -> int:
+        """Of tensors that have no content: see give_back()."""
+        return sum(len(place.names) for place in self._places.missing)
+
+    def give_back(self, keeps: bool) -> None:
+        """Of the device. keeps: they are kept on the host, where those of the CPU are anyway; else they are missing,
+        until update() has had all of them. MemoryError, and no change: the host has too little memory."""
+        memory = self._places.memory
+        if not keeps:
+            self._kept = None
+            self._places.drop()
+        elif self._device == "cpu" or not self._are_here:
+            return
+        else:
+            kept = ops.empty(len(memory.content), "uint8")
+            with closing(Upload(self._device)) as upload:
+                upload.fetch(kept, memory.content)
+            memory.give_back()
+            self._kept = kept
+        self._are_here = False
+
+    def try_to_take(self) -> bool:
+        """False, and no change: the device has too little memory."""
+        if self._are_here:
+            return True
+        memory = self._places.memory
+        try:
+            memory.take()
+        except MemoryError:
+            return False
+        self._are_here = True
+        if self._kept is not None:
+            with closing(Upload(self._device)) as upload:
+                upload.copy(memory.content, self._kept)
+            self._kept = None
+        return True
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises where update() would."""
+        plan_update(self._places, tensors)
+
+    def update(self, given: str | Packed | Mapping[str, Tensor]) -> None:
+        """given: the path of a checkpoint, tensors of another process, or tensors."""
+        if isinstance(given, str):
+            tensors: Mapping[str, Tensor] = read_files(given)
+        else:
+            tensors = unpacked(given) if isinstance(given, list) else given
+        plan = plan_update(self._places, tensors)
+        self._places.missing.update(plan)  # should anything fail now, they have no content
+        with self._stream, closing(Upload(self._device)) as upload:  # which waits for the device in the end
+            for place, write in plan.items():
+                write(upload)
+                self._places.missing.discard(place)

@@ -1,0 +1,193 @@
+"""What training loops ask of a server, behind --enable-admin: to pause, to sleep, and to take new weights.
+
+Options are in the query, as vLLM's clients have them, or in a JSON body. New weights are files that the engine's
+process can read, or a safetensors file as the body, which is kept in a file for as long as the engine reads it.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from pagedkv.models.ipc import IpcTensor
+
+from .errors import ApiError, json_response, of_request
+from .server import Server
+
+FILES = ("application/octet-stream", "application/vnd.safetensors")
+
+
+async def sleep(server: Server, request: Request) -> Response:
+    options = await _options(server, request, {"level": _integer, "mode": _text})
+    await _control(server, "sleep", **options)
+    return json_response({"is_sleeping": True})
+
+
+async def wake_up(server: Server, request: Request) -> Response:
+    options = await _options(server, request, {"tags": _names})
+    await _control(server, "wake_up", **options)
+    return json_response({"is_sleeping": await _control(server, "is_sleeping")})
+
+
+async def is_sleeping(server: Server, request: Request) -> Response:
+    return json_response({"is_sleeping": await _control(server, "is_sleeping")})
+
+
+async def pause(server: Server, request: Request) -> Response:
+    options = await _options(server, request, {"mode": _text})
+    await _control(server, "pause", **options)
+    return json_response({"status": "paused", "is_paused": True})
+
+
+async def resume(server: Server, request: Request) -> Response:
+    await _control(server, "resume")
+    return json_response({"status": "resumed", "is_paused": False})
+
+
+async def is_paused(server: Server, request: Request) -> Response:
+    return json_response({"is_paused": await _control(server, "is_paused")})
+
+
+async def reset_prefix_cache(server: Server, request: Request) -> Response:
+    return json_response({"num_pages": await _control(server, "reset_prefix_cache")})
+
+
+async def get_weight_version(server: Server, request: Request) -> Response:
+    return json_response({"weight_version": await _control(server, "get_weight_version")})
+
+
+async def update_weight_version(server: Server, request: Request) -> Response:
+    options = await _options(server, request, {"weight_version": _version})
+    await _control(server, "update_weight_version", **{"weight_version": None} | options)
+    return json_response(options)
+
+
+async def update_weights(server: Server, request: Request) -> Response:
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    if kind in FILES:
+        version = await _update_by_body(server, request)
+    else:
+        given = {"path": _text, "tensors": _tensors, "weight_version": _version, "update_info": _no_transfer}
+        options = await _options(server, request, given)
+        if ("path" in options) == ("tensors" in options):
+            raise ApiError(400, "path (of a folder, or of a safetensors file) or tensors must be given", param="path")
+        new = options.pop("path") if "path" in options else options.pop("tensors")
+        version = await _control(server, "update_weights", new, **options)
+    return json_response({"weight_version": version})
+
+
+async def _update_by_body(server: Server, request: Request) -> Any:
+    """However large it is: it is as large as the model."""
+    options = _checked(dict(request.query_params), {"weight_version": _version})
+    with tempfile.NamedTemporaryFile(prefix="pagedkv-", suffix=".safetensors") as file:
+        try:
+            async for part in request.stream():
+                file.write(part)
+        except ClientDisconnect:
+            raise ApiError(400, "the client left before its request was complete") from None  # nobody hears it
+        file.flush()
+        return await _control(server, "update_weights", file.name, **options)
+
+
+# --- options
+
+
+async def _options(server: Server, request: Request, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Those of the query and of the body, which may be empty."""
+    query: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        query[name] = [*query[name], value] if name in query else [value]
+    given = {name: values if name == "tags" else values[-1] for name, values in query.items()}
+    body = await server.body(request)
+    if body:
+        try:
+            more = msgspec.json.decode(body)
+        except ValueError as error:  # UTF-8, too
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+        if not isinstance(more, dict):
+            raise ApiError(400, "the body is no JSON object")
+        given |= more
+    return _checked(given, kinds)
+
+
+def _checked(given: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    found = {}
+    for name, value in given.items():
+        if name not in kinds:
+            raise ApiError(400, f"{name} is no option of this path; it has {', '.join(kinds)}", param=name)
+        if value is not None:
+            try:
+                found[name] = kinds[name](value)
+            except (TypeError, ValueError) as error:
+                raise ApiError(400, f"{name} is {value!r} but {error}", param=name) from None
+    return found
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal():
+        raise ValueError("must be an integer")
+    return int(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a text")
+    return value
+
+
+def _names(value: Any) -> list[str]:
+    """Of the query: several, or one with commas."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError("must be a list of names")
+    return [name for each in value for name in each.split(",")]
+
+
+def _version(value: Any) -> int | str:
+    """In a query all are texts, of which digits are a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("must be an integer or a text")
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _tensors(value: Any) -> dict[str, IpcTensor]:
+    """[{"name", "dtype", "shape", "handle" (base64), "offset", "device"}]: of a GPU, in another process."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of objects")
+    found = {}
+    for each in value:
+        try:
+            handle = base64.b64decode(each["handle"], validate=True)
+            where = each.get("offset", 0), each.get("device", "cuda")
+            found[each["name"]] = IpcTensor(handle, tuple(each["shape"]), each["dtype"], *where)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"must hold objects with name, dtype, shape and handle in base64: {error!r}") from None
+    return found
+
+
+def _no_transfer(value: Any) -> Any:
+    raise ValueError("weights by a group of NCCL are not taken: give path, tensors, or a file")
+
+
+async def _control(server: Server, name: str, *args: Any, **options: Any) -> Any:
+    try:
+        return await server.client.control(name, *args, **options)
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise of_request(error) from error
+    except MemoryError as error:
+        raise ApiError(503, f"{name}: {error}") from error
+    except RuntimeError as error:
+        raise ApiError(409, f"{name}: {error}") from error
+
+
+ROUTES = (
+    ("POST", "/sleep", sleep), ("POST", "/wake_up", wake_up), ("GET", "/is_sleeping", is_sleeping),
+    ("POST", "/pause", pause), ("POST", "/resume", resume), ("GET", "/is_paused", is_paused),
+    ("POST", "/reset_prefix_cache", reset_prefix_cache), ("POST", "/update_weights", update_weights),
+    ("GET", "/weight_version", get_weight_version), ("POST", "/update_weight_version", update_weight_version),
+)  # fmt: skip

@@ -116,3 +116,18 @@ def test_adapters(tmp_path, rng, device):
                 outputs += llm.generate(list(prompts), list(params), **given)
             found.append(bits(outputs))
     assert found[0] == found[1]
+
+
+def test_a_saved_cache_of_another_engine_is_refused(folder, tmp_path):
+    """What was computed in any company. An engine that promises nothing takes what one has saved that does."""
+    options = OPTIONS | {"num_blocks": 60}
+    for is_invariant in (False, True):
+        with LLM(folder, **options, batch_invariant=is_invariant) as llm:
+            llm.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9]], use_tqdm=False)
+            llm.save_cache(tmp_path / str(is_invariant))
+    with LLM(folder, **options, batch_invariant=True) as llm:
+        with pytest.raises(ValueError, match="batch_invariant"):
+            llm.load_cache(tmp_path / "False")
+        llm.load_cache(tmp_path / "True")
+    with LLM(folder, **options) as llm:
+        llm.load_cache(tmp_path / "True")

@@ -31,14 +31,15 @@ def numbers(rng, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-# in_features, out_features: a GPU's products of 1 to 4 parts; odd ones, which it has plain kernels for.
-SHAPES = [(64, 48), (1024, 512), (2048, 128), (72, 100), (3, 5)]
+# in_features, out_features: a GPU's products of 1 to 4 parts; odd ones, which it has plain kernels for; one whose rows it
+# takes in two ways, as it is large for a CPU.
+SHAPES = [(64, 48), (1024, 512), (2048, 128), (72, 100), (3, 5), "wide"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(rng, device, shape, dtype):
-    size, outputs = shape
+    size, outputs = (1024, 4608 if device != "cpu" else 72) if shape == "wide" else shape
     x, weight = (oracle.rounded(numbers(rng, n, size), dtype).astype(np.float32) for n in (MOST, outputs))
     bias, there = put(numbers(rng, outputs), device, dtype), put(weight, device, dtype)
 
@@ -68,13 +69,15 @@ def test_linear(rng, device, shape, dtype):
 @pytest.mark.parametrize("has_squares", [False, True])
 def test_gated(rng, device, dtype, has_squares):
     """As between two layers: squares are left, and the next product divides by them."""
-    x, (made, weight) = numbers(rng, MOST, 256), (put(numbers(rng, n, 256) / 16, device, dtype) for n in (256, 384))
+    size, outputs = (256, 384) if device == "cpu" else (1024, 4608)
+    x = numbers(rng, MOST, size)
+    made, weight = (put(numbers(rng, n, size) / size**0.5, device, dtype) for n in (size, outputs))
 
     def call(rows):
         count = len(rows)
-        given, squares = put(x[rows], device, dtype), put(np.zeros((count, 4), np.float32), device)
+        given, squares = put(x[rows], device, dtype), put(np.zeros((count, size // 64), np.float32), device)
         given = ops.linear(given, made, out_squares=squares, batch_invariant=True)
-        memory = pagedkv.empty((count, 384), dtype, device)
+        memory = pagedkv.empty((count, outputs), dtype, device)
         read = {"x_squares": squares} if has_squares else {}
         return ops.linear(given, weight, gate_up=memory, rms_eps=1e-6, batch_invariant=True, **read)
 

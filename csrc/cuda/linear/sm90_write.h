@@ -128,7 +128,9 @@ struct sm90_writer {
             }
             write_4((T *)args.epilogue.out + to, values);
         }
-        return values[0] * values[0] + values[1] * values[1] + values[2] * values[2] + values[3] * values[3];
+        float squares = 0; /* fused as it is written, in each kernel */
+        for (float value : values) squares = fmaf(value, value, squares);
+        return squares;
     }
     /* Of some rows of a tile, TILE outputs, which half a warp has. */
     __device__ __forceinline__ void leave_squares(float (&sums_of)[AT_ONCE], int row, int num_rows, int output) const

@@ -197,10 +197,13 @@ def test_an_address_that_is_in_use(capsys, tmp_path):
     for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"):
         pytest.importorskip(package, reason="the extra `serve`")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, out, err = main(capsys, "serve", str(tmp_path), "--port", str(taken.getsockname()[1]))
-    assert (code, out) == (1, "") and "in use" in err and err.count("\n") == 1
-    code, out, err = main(capsys, "serve", str(tmp_path), "--port", "70000")
+        port = taken.getsockname()[1]
+        code, out, err = main(capsys, "serve", str(tmp_path), "--port", str(port))
     assert (code, out) == (1, "") and err.count("\n") == 1
+    assert f"--host is '127.0.0.1', --port is {port}: " in err and "in use" in err
+    path = tmp_path / "none" / "socket"
+    code, out, err = main(capsys, "serve", str(tmp_path), "--uds", str(path))
+    assert (code, out) == (1, "") and f"--uds is {str(path)!r}: " in err and err.count("\n") == 1
 
 
 ERRORS = [
@@ -214,6 +217,10 @@ ERRORS = [
     (("serve", "{tmp}", "--lora", "a={tmp}"), 1, "adapter_config.json"),
     (("serve", "{tmp}", "--api-key", ""), 1, "--api-key is empty"),
     (("serve", "{tmp}", "--max-body-size", "0"), 2, "0 is less than 1"),
+    (("serve", "{tmp}", "--port", "70000"), 1, "--port is 70000 but must be in 0..65535"),
+    (("serve", "{tmp}", "--port", "-1"), 1, "--port is -1 but must be in 0..65535"),
+    (("serve", "{tmp}", "--allowed-origin", "here.example"), 1, "--allowed-origin is 'here.example' but must be"),
+    (("serve", "{tmp}", "--allowed-origin", "https://here.example/"), 1, "--allowed-origin is 'https://here.example/' but must be"),
     (("generate", "{tmp}/nowhere", "a"), 1, "nowhere: no such folder"),
     (("generate", "{tmp}", "a" * 256), 1, "256 prompt tokens and"),
     (("generate", "{tmp}", ""), 1, "the prompt is empty"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     keys, tls = _keys(args), _tls(args)
+    if not 0 <= args.port < 1 << 16:  # the resolver would take it modulo 65536
+        raise ValueError(f"--port is {args.port} but must be in 0..65535")
+    for origin in args.allowed_origin:  # others are never equal to what a browser sends
+        if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/]+", origin):
+            raise ValueError(f"--allowed-origin is {origin!r} but must be SCHEME://HOST, perhaps with :PORT, or *")
     if args.max_waiting is not None and args.max_waiting < 0:
         raise ValueError(f"--max-waiting is {args.max_waiting} but must be at least 0")
     if not args.stuck_after > 0:
@@ -97,7 +103,11 @@ def run(args: argparse.Namespace) -> int:
         http={"drain_timeout": args.drain_timeout} | tls,
     )  # fmt: skip
     # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
-    listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
+    try:
+        listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
+    except OSError as error:
+        where = f"--host is {args.host!r}, --port is {args.port}" if args.uds is None else f"--uds is {args.uds!r}"
+        raise OSError(f"{where}: {error.strerror}") from None
     ready = f"pagedkv serve: {address_of(listener, 'https' if args.ssl_certfile else 'http')} serves {names[0]}"
     try:
         return asyncio.run(Supervisor(listener, front, count).run(args.model, options | engine_options(args), ready))

@@ -20,7 +20,7 @@ KEEP_ALIVE = 75  # seconds of a connection without a request: longer than those 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """OSError: the address is in use, or is none of this machine's. OverflowError: the port is no port."""
+    """OSError: the address is in use, or is none of this machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:

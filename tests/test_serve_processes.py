@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -255,6 +256,19 @@ def is_cut(parts, seconds: float = 0.5) -> bool:
     except httpx.RemoteProtocolError:
         return True
     return False
+
+
+def test_connections_may_be_more_than_a_shell_allows(folder):
+    """The limit of descriptors that many systems start with is 1,024, as many as --max-answers alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with server(folder) as processes:
+            for process in processes.of(FRONT_END):
+                assert resource.prlimit(process, resource.RLIMIT_NOFILE) == (max(512, min(hard, 65536)), hard)
+            stop(processes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_answers_are_counted_over_all_front_ends(folder):

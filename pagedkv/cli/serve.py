@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import ssl
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ examples:
 
 SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to their ends. A second one stops.
 """
+MAX_DESCRIPTORS = 1 << 16
 TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
 REASONING_PARSERS = "auto", "qwen3", "none"
 PACKAGES = "starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"
@@ -103,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         http={"drain_timeout": args.drain_timeout} | tls,
     )  # fmt: skip
     # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
+    _allow_connections()
     try:
         listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
     except OSError as error:
@@ -114,6 +117,14 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if args.uds is not None:
             Path(args.uds).unlink(missing_ok=True)
+
+
+def _allow_connections() -> None:
+    """Each takes a descriptor, and many systems allow a process 1,024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _tls(args: argparse.Namespace) -> dict[str, Any]:

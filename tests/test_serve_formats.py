@@ -97,6 +97,23 @@ def test_what_a_family_writes_is_read(name, seed):
             assert got == expected, (text, list(cuts))
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_line_ends_in_strings_are_escaped(name, seed):
+    """As they have to be in JSON. Models that write code forget it."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        text = "".join(rng.choices(("a", "\n", "\t", "\x01", "{", "}", '"', " ", "é"), k=rng.randrange(12)))
+        calls = [("f", {"code": text, "b": [text, 1], text: None})]
+        written = write(name, rng, calls).replace("\\n", "\n").replace("\\t", "\t").replace("\\u0001", "\x01")
+        for cuts in ((), cuts_of(rng, written)):
+            found = read(CALL_FORMATS[name], written, "answer", cuts)["calls"]
+            assert [(f, json.loads(arguments)) for f, arguments in found] == calls, (written, list(cuts))
+    within = '<tool_call>{"name": "f", "arguments": "{\\"code\\": \\"a\n\\"}"}</tool_call>'
+    assert json.loads(read(CALL_FORMATS["hermes"], within, "answer", ())["calls"][0][1]) == {"code": "a\n"}
+    escaped = '<tool_call>{"name": "f", "arguments": {"code": "a\\\n\\\\\n"}}</tool_call>'
+    assert json.loads(read(CALL_FORMATS["hermes"], escaped, "answer", range(len(escaped)))["calls"][0][1]) == {"code": "a\n\\\n"}
+
+
 BITS = (
     "<tool_call>", "</tool_call>", "<function=", "f", "get_weather", ">", "<parameter=", "city", "</parameter>", "</function>", "\n", " ", "{", "}",
     '"name"', ":", '"f"', '"arguments"', '{"a": 1}', ",", '"', "\\", "[TOOL_CALLS]", "[", "[ARGS]", "[CALL_ID]", "]", "<think>", "</think>", "<", "x",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection
 
 IN_STRING, OUT_OF_STRING, AFTER_SCALAR = re.compile(r'["\\]'), re.compile(r'["{}\[\]]'), re.compile(r"[\s,}\]]")
+CONTROL = re.compile(r"[\0-\x1f]")
 BLANK = re.compile(r"[ \t\r\n]*")
 NAME_KEY, ARGUMENTS_KEYS = "name", ("arguments", "parameters")
 
@@ -15,15 +16,15 @@ class JsonValue:
     """Finds the end of a value. It does not look whether the value is right."""
 
     def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped, self._has_begun = 0, False, False, False
-        self.is_done = False
+        self._depth, self._has_begun, self.is_done = 0, False, False
+        self.in_string = self.is_escaped = False
 
     def feed(self, text: str, at: int) -> int:
         """The position behind what belongs to the value."""
         while at < len(text) and not self.is_done:
-            if self._is_escaped:
-                self._is_escaped, at = False, at + 1
-            elif self._in_string:
+            if self.is_escaped:
+                self.is_escaped, at = False, at + 1
+            elif self.in_string:
                 at = self._seek(IN_STRING, text, at)
             elif self._depth:
                 at = self._seek(OUT_OF_STRING, text, at)
@@ -47,12 +48,12 @@ class JsonValue:
 
     def _take(self, char: str) -> None:
         if char == "\\":
-            self._is_escaped = True
+            self.is_escaped = True
         elif char == '"':
-            self._in_string = not self._in_string
+            self.in_string = not self.in_string
         else:
             self._depth += 1 if char in "{[" else -1
-        self.is_done = not self._in_string and not self._depth
+        self.is_done = not self.in_string and not self._depth
 
 
 class ArgumentsReader:
@@ -65,12 +66,13 @@ class ArgumentsReader:
 
     def feed(self, text: str, at: int) -> int:
         start = at if self._is_object is not None else BLANK.match(text, at).end()  # type: ignore[union-attr]
+        state = self._value.in_string, self._value.is_escaped
         end = self._value.feed(text, start)
         if end > start and self._is_object is None:
             self._is_object = text[start] == "{"
         new = text[start:end]
         if self._is_object:
-            self._show(new)
+            self._show(_escaped(new, *state))
         else:  # a text that holds them, say
             self._held += new
         self.is_done = self._value.is_done
@@ -216,9 +218,22 @@ class CallReader:
 def _within(text: str) -> str:
     """Arguments that are no object: a JSON text of them, or null."""
     try:
-        value = json.loads(text or "null")
+        value = json.loads(text or "null", strict=False)
     except (ValueError, RecursionError):
         return text
     if value is None:
         return "{}"
-    return value if isinstance(value, str) else text
+    return _escaped(value if isinstance(value, str) else text)
+
+
+def _escaped(text: str, in_string: bool = False, is_escaped: bool = False) -> str:
+    """A part of JSON without control characters in its strings. It begins in a string, or behind a backslash there."""
+    if CONTROL.search(text) is None:
+        return text
+    chars = []
+    for char in text:
+        is_control = in_string and char < " "
+        chars.append(json.dumps(char)[1 + is_escaped : -1] if is_control else char)
+        in_string ^= char == '"' and not is_escaped
+        is_escaped = in_string and char == "\\" and not is_escaped
+    return "".join(chars)

@@ -26,6 +26,7 @@ from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, m
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.serve.answers import Answers
+from pagedkv.serve.errors import ApiError
 from pagedkv.serve.gate import Gate
 
 LONG = {"prompt": "1+1=", "max_tokens": 100, "ignore_eos": True}
@@ -67,6 +68,12 @@ def test_a_client_that_leaves_ends_its_request(slow, is_stream, prompt):
         wait_for(lambda: is_idle(slow))
         assert time.monotonic() - left < 1, "100 tokens take 2 s"
         wait_for(lambda: server.gate.num_inside == 0)
+
+
+def test_too_many_prompts_are_refused_before_they_are_prepared():
+    """Hundreds of thousands of them fit into a body."""
+    with pytest.raises(ApiError, match="asks for 4 answers"):
+        Answers(None, Gate(3), ["1+1="] * 2, SamplingParams(temperature=1, n=2), lora_request=None, priority=0, salt=b"")
 
 
 def test_a_slow_reader_finds_its_tokens_merged(llm):

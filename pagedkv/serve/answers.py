@@ -45,6 +45,7 @@ class Answers:
         lora_request: LoRARequest | None, priority: int, salt: bytes, shows_aborts: bool = False,
     ) -> None:  # fmt: skip
         """shows_aborts: one that the server ends is an answer as far as it came, else an error."""
+        gate.check(len(prompts) * params.n)  # before there is a stream for each
         self._gate, self._n, self._shows_aborts = gate, params.n, shows_aborts
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
         self._num_cached, self._num_new = [0] * len(prompts), 0

@@ -21,7 +21,8 @@ async def completions(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, CompletionRequest)
     name = server.model.check_name(body.model)
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = params_of(body, server.model.default_params, max_tokens=max_tokens, logprobs=body.logprobs)
+    model = server.model
+    params = params_of(body, model.default_params, model.vocab_size, max_tokens=max_tokens, logprobs=body.logprobs)
     params = replace(params, structured_outputs=shape_of(body))
     return server.reply(body, prompts_of("prompt", body.prompt), params, CompletionForm(server, body, name), headers)
 

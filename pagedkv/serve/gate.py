@@ -33,11 +33,15 @@ class Gate:
     def num_inside(self) -> int:
         return sum(self._counts)
 
-    def enter(self, count: int) -> None:
+    def check(self, count: int) -> None:
+        """Raises ApiError where so many may not enter now."""
         if count > self.size:
             raise ApiError(400, f"the request asks for {count} answers, and the server takes {self.size} at a time")
         if self.num_inside + count > self.size:
             raise ApiError(429, f"the server has {self.num_inside} answers to give; it takes {self.size} at a time")
+
+    def enter(self, count: int) -> None:
+        self.check(count)
         self._counts[self._place] += count
 
     def leave(self, count: int) -> None:

@@ -125,6 +125,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,), "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (),
     "truncation": ("disabled",),
 }  # fmt: skip
+MAX_TEXTS = 1024  # each costs time for every token, of the thread that makes everybody's steps
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
 OF_PARAMS -= {"structured_outputs"}
 
@@ -166,15 +167,19 @@ def _check_other(name: str, value: Any, known: list[str]) -> None:
 
 def _check_known(name: str, known: list[str]) -> None:
     if name not in known:
-        near = get_close_matches(name, known, 1)
+        near = get_close_matches(name[:100], known, 1)  # in a time that grows with its length
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"there is no field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
 
 
 def params_of(
-    request: Generation, default: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+    request: Generation, default: SamplingParams, vocab_size: int, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The default's options, and those that the request gives in their place."""
+    for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+        value, most = getattr(request, name), MAX_TEXTS if name in ("stop", "bad_words") else vocab_size
+        if value is not None and not isinstance(value, str) and len(value) > most:
+            raise ApiError(400, f"{name} has {len(value):,} entries but may have {most:,}", param=name)
     given = {name: getattr(request, name) for name in OF_PARAMS if getattr(request, name) is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:

@@ -31,7 +31,7 @@ def shape_of(request: Generation) -> StructuredOutputsParams | None:
         return None
     for name in given:
         if name not in KNOWN:
-            near = get_close_matches(name, KNOWN, 1)
+            near = get_close_matches(name[:100], KNOWN, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ApiError(400, f"structured_outputs has no {name[:100]!r}{hint}", param="structured_outputs")
     return _checked(**given)

@@ -48,9 +48,9 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, f"top_logprobs is {body.top_logprobs} but logprobs is not true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = params_of(
-        body, model.default_params, max_tokens=_max_tokens(body, model.default_params.max_tokens), logprobs=logprobs
-    )
+    default = model.default_params
+    max_tokens = _max_tokens(body, default.max_tokens)
+    params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
     template, ids, start = await asyncio.to_thread(_write, model, body, tools, headers)
     calls = model.call_format(template) if tools.may_be_called else None

@@ -18,7 +18,7 @@
 
 enum { MAIL_SLOT = 256, MAIL_SLOTS = 512, MAIL_TURNS = 3, MAIL_THREADS = 512 };
 constexpr uint32_t PK_NO_MAIL = 0xffffffffu, PK_OTHER_NAN = 0xfffefffeu; /* negative as ints, too */
-constexpr uint32_t MAIL_IS_IN_USE = 4; /* beside a slot's turn: a kernel is at it */
+constexpr uint32_t MAIL_IS_IN_USE = 4;                                   /* beside a slot's turn: a kernel is at it */
 
 /* As a kernel gets it. */
 struct pk_mailboxes {

@@ -221,7 +221,7 @@ def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
     manager.allocate(1, [9] * 6)  # takes the pages that the prompt was in
     manager.free(1)
     scheduler, runner = Mock(manager=manager), Mock()
-    scheduler.schedule = lambda: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
+    scheduler.schedule = lambda guesses: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
     runner.launch.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         Pipeline(runner, scheduler, EngineCounters()).launch()

@@ -1,0 +1,38 @@
+"""What guesses tokens: a Drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is kept of a sequence, in Sequence.draft."""
+
+    chance: float  # that a guess is right, if those before it are: measured
+    guesses: list[int] = field(default_factory=list)  # of a drafter that is_free: what may follow the known tokens
+    own: Any = None  # the drafter's
+
+
+class Drafter(Protocol):
+    """Guesses tokens of sequences. A guess costs the time to check it, and never changes an answer.
+
+    It is called between two steps in the engine's thread. A head that goes on from the target's hidden states (EAGLE-3,
+    DFlash) is made with the target's ModelRunner: in its buffers, the last step's hidden states lie in the order of the
+    step's tokens until the next step, and it launches its own work on the runner's stream.
+    """
+
+    is_free: bool  # it guesses on the host in microseconds; then it guesses after every step, to measure itself
+
+    def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        """Up to counts[i] tokens, one at least, that may follow all known tokens of sequences[i]; none where it has no
+        idea."""
+
+    def take(self, sequences: list[Sequence]) -> None:
+        """These have new tokens. Some may have ended, and come no more."""
+
+    def forget(self) -> None:
+        """A step has failed, perhaps one of the drafter's own: what it keeps on the device may be lost."""

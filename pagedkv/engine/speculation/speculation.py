@@ -1,0 +1,110 @@
+"""Decides who has guesses in the next step, and learns how good they are."""
+
+from __future__ import annotations
+
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import Sequence
+from ..scheduling.step import Step
+from .drafter import Draft, Drafter
+from .lengths import StepTimes, lengths
+
+FIRST_CHANCE = 0.6  # of a guess of the first request
+WEIGHT, WEIGHT_OF_ALL = 0.1, 0.01  # of a new guess, in the chance of its sequence, and in that of new sequences
+# A sequence without guesses is worth another try some hundred steps later.
+DRIFT = 0.002
+STEADY = 3  # steps of the same kind one after the other, after which their time counts
+
+
+class Speculation:
+    """A Guesser (see Pipeline).
+
+    Sequences that ask for a mask or other edits of logits, or for penalties, have no guesses: what they ask for depends
+    on the tokens before. They are in the same steps as others.
+    """
+
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, max_guesses: int, max_num_rows: int) -> None:
+        """max_guesses: of a sequence in a step; max_num_rows: that are sampled in a step"""
+        self.drafter, self._scheduler, self._max_guesses = drafter, scheduler, max_guesses
+        self.times = StepTimes(max_num_rows)
+        self._chance = FIRST_CHANCE  # of new sequences
+        self._num_steady = 0  # steps without guesses one after the other
+
+    # --- guesses
+
+    def pays(self, running: list[Sequence]) -> bool:
+        return any(self._lengths(running)[1])
+
+    def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
+        sequences, counts = self._lengths(running)
+        pairs = [(seq, count) for seq, count in zip(sequences, counts, strict=True) if count]
+        sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
+        if self.drafter.is_free:
+            guesses = [seq.draft.guesses[:count] for seq, count in pairs]
+        else:
+            guesses = self.drafter.guess(sequences, counts) if sequences else []
+        return {seq.id: each for seq, each in zip(sequences, guesses, strict=True) if each}
+
+    def _lengths(self, running: list[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Sequences that may have guesses, and how many."""
+        sequences, chances, most, num_seqs = [], [], [], 0
+        for seq in running:
+            if seq.num_in_pages == seq.num_tokens:
+                continue  # its prompt is being computed
+            num_seqs += 1
+            draft = seq.draft
+            if draft is None or (self.drafter.is_free and not draft.guesses):
+                continue
+            count = min(self._scheduler.num_guessable(seq), self._max_guesses)
+            if count:
+                sequences.append(seq)
+                chances.append(draft.chance)
+                most.append(min(count, len(draft.guesses)) if self.drafter.is_free else count)
+        return sequences, lengths(chances, most, num_seqs, self.times)
+
+    # --- what is learnt
+
+    def learn(self, step: Step, seconds: float) -> None:
+        self._learn_time(step, seconds)
+        if step.guesses:
+            for seq, guesses, right in zip(step.sequences, step.guesses, step.accepted, strict=False):
+                if guesses:
+                    self._learn_chance(seq.draft, right, right < len(guesses))
+        receivers = [seq for seq in dict.fromkeys(step.receivers) if self._may_guess(seq)]
+        for seq in receivers:
+            if seq.draft is None:
+                seq.draft = Draft(self._chance)
+            elif step.guesses:
+                pass
+            elif not self.drafter.is_free:
+                seq.draft.chance += DRIFT * (FIRST_CHANCE - seq.draft.chance)
+            elif seq.draft.guesses:
+                is_right = seq.draft.guesses[0] == seq.new_tokens[-1]
+                self._learn_chance(seq.draft, int(is_right), not is_right)
+        self.drafter.take(receivers)
+        if self.drafter.is_free:
+            living = [seq for seq in receivers if seq.finish_reason is None]
+            found = self.drafter.guess(living, [self._max_guesses] * len(living))
+            for seq, guesses in zip(living, found, strict=True):
+                seq.draft.guesses = guesses
+
+    @staticmethod
+    def _may_guess(seq: Sequence) -> bool:
+        params = seq.params
+        return bool(seq.new_tokens) and not (params.has_edits or params.has_penalties or seq.wants_embedding)
+
+    def _learn_chance(self, draft: Draft, num_right: int, has_wrong: bool) -> None:
+        for is_right in [True] * num_right + [False] * has_wrong:
+            draft.chance += WEIGHT * (is_right - draft.chance)
+            self._chance += WEIGHT_OF_ALL * (is_right - self._chance)
+
+    def _learn_time(self, step: Step, seconds: float) -> None:
+        """A step with guesses begins when all before it have ended. One without overlaps with those beside it, and its
+        time counts where they are of its kind."""
+        is_plain = step.only_decodes and not step.guesses
+        self._num_steady = self._num_steady + 1 if is_plain else 0
+        if step.is_measurable and step.only_decodes and (step.guesses or self._num_steady >= STEADY):
+            self.times.add(step.num_decodes, step.num_decode_tokens, seconds)
+
+    def forget(self) -> None:
+        self._num_steady = 0
+        self.drafter.forget()

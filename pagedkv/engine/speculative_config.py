@@ -51,6 +51,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         if model is None:
             raise ValueError(f"{NAME}['model'] is missing: the folder of a smaller model, or its name on the hub")
         checked["model"] = str(model)
+    count = given.get("num_speculative_tokens")
     name = f"{NAME}['num_speculative_tokens']"
-    checked["num_speculative_tokens"] = check_int(name, given.get(KEYS[-1]) or NUM_TOKENS, 1, MOST_TOKENS)
+    checked["num_speculative_tokens"] = NUM_TOKENS if count is None else check_int(name, count, 1, MOST_TOKENS)
     return checked

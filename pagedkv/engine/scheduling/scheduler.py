@@ -312,10 +312,9 @@ class Scheduler:
     def _keep_guesses(self, step: Step) -> None:
         """The KV of right guesses counts as computed, and pages for wrong ones are given back."""
         manager = self.manager
-        for seq, guesses, right in zip(step.sequences, step.guesses, step.accepted, strict=False):
-            if not guesses or seq.finish_reason is not None:
-                continue
-            if right:
+        for seq, guesses in zip(step.sequences, step.guesses, strict=False):
+            right = seq.num_known - seq.num_tokens  # not those after an end
+            if right > 0:
                 manager.append(seq.id, seq.new_tokens[-1 - right : -1])
                 seq.num_tokens += right
                 seq.num_computed = seq.num_in_pages = seq.num_tokens - 1

@@ -101,6 +101,25 @@ def test_answers_are_those_without_guesses(folder, seed, knowledge, behind):
     assert num_guessed > 100 and num_preemptions
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("knowledge", [1.0, 0.6])
+def test_answers_on_a_gpu(folder, cuda, seed, knowledge, enforce_eager):
+    """With graphs of steps with guesses, which are captured after the first of their sizes, and without."""
+    requests = requests_of_all_kinds(seed, 24)
+    options = OPTIONS | {"device": cuda, "enforce_eager": enforce_eager}
+    with LLM(folder, **options) as llm:
+        expected = generate(llm, requests)
+    with engine(folder, **options) as llm:
+        drafter = Knowing(knowledge, seed)
+        drafter.learn(requests, expected)
+        assert_same(generate(always_guess(llm, drafter), requests), expected)
+        assert_same(generate(llm, requests), expected)  # by graphs
+        assert counts(llm)[2] > 100
+        graphs = llm._runner.graphs
+        assert enforce_eager == (graphs is None) and (graphs is None or any(key[1] for key in graphs))
+
+
 @pytest.mark.parametrize("family, form", [("mistral", {"sliding_window": 7, "head_dim": 32}), ("qwen3_moe", {})])
 def test_windows_and_experts(tmp_path, seed, family, form):
     folder = write_model(tmp_path, family, **SIZES | form)
@@ -250,7 +269,7 @@ def test_what_was_said_before_is_guessed(folder):
         first = generate(llm, [(prompt, GREEDY)])
         before = counts(llm)
         assert_same(generate(llm, [(prompt, GREEDY)]), first)
-        drafts, guessed, right = np.subtract(counts(llm), before)
+        drafts, _, right = np.subtract(counts(llm), before)
         assert right >= 14 and drafts <= 8
         before = counts(llm)
         llm.add_request({"prompt_token_ids": prompt}, GREEDY, salt=b"another")

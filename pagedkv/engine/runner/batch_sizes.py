@@ -43,5 +43,5 @@ def row_sizes(device: str, most: int) -> list[int]:
     """Those that the tokens of a step that only decodes, with guesses, are padded to."""
     if device == "cpu":
         return list(range(1, most + 1))
-    sizes = {2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, most, 32)}
+    sizes = {2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192}
     return sorted(size for size in sizes if size < most) + [most]

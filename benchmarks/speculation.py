@@ -143,7 +143,7 @@ class Bench:
             guesser = None
             if is_speculative:
                 own = self.guesser
-                guesser = Speculation(None, own._scheduler, own._max_guesses, self.llm._runner.max_num_rows)
+                guesser = Speculation(None, own._scheduler, own._max_guesses)
             for seed in range(2):
                 prompts, script = make_script(batch, self.length, seed)
                 if guesser is not None:

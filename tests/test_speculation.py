@@ -123,10 +123,10 @@ def test_answers_on_a_gpu(folder, cuda, seed, knowledge, enforce_eager):
 @pytest.mark.parametrize("family, form", [("mistral", {"sliding_window": 7, "head_dim": 32}), ("qwen3_moe", {})])
 def test_windows_and_experts(tmp_path, seed, family, form):
     folder = write_model(tmp_path, family, **SIZES | form)
-    requests = requests_of_all_kinds(seed, 12)
-    with LLM(folder, **OPTIONS) as llm:
+    requests, options = requests_of_all_kinds(seed, 12), OPTIONS | {"num_blocks": 100}
+    with LLM(folder, **options) as llm:
         expected = generate(llm, requests)
-    with engine(folder) as llm:
+    with engine(folder, **options) as llm:
         drafter = Knowing(0.7, seed)
         drafter.learn(requests, expected)
         assert_same(generate(always_guess(llm, drafter), requests), expected)
@@ -301,7 +301,7 @@ def test_a_draft_model(folder, draft_folder, seed, behind):
         llm._runner.num_behind = behind
         assert_same(generate(llm, requests), expected)
         drafts, guessed, right = counts(llm)
-        assert drafts > 100 and right < guessed / 2
+        assert drafts > 20 and right < guessed / 2
         llm._core.call(lambda: llm._core._guesser.drafter._manager.check())
 
 
@@ -466,10 +466,10 @@ def test_configs():
 
 def test_several_ranks(folder, seed):
     """Which learn from the first one how a step with guesses lies in memory."""
-    requests = requests_of_all_kinds(seed, 12)
-    with LLM(folder, **OPTIONS) as llm:
+    requests, options = requests_of_all_kinds(seed, 12), OPTIONS | {"num_blocks": 100}
+    with LLM(folder, **options) as llm:
         expected = generate(llm, requests)
-    with engine(folder, tensor_parallel_size=2) as llm:
+    with engine(folder, **options, tensor_parallel_size=2) as llm:
         drafter = Knowing(0.7, seed)
         drafter.learn(requests, expected)
         assert_same(generate(always_guess(llm, drafter), requests), expected)

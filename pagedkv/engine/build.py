@@ -132,6 +132,7 @@ def build(
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_loras=0 if lora is None else lora.num_slots,
+        max_num_rows=runner.max_num_rows,
     )
 
     @cache
@@ -146,7 +147,7 @@ def build(
 
     guesser = None
     if drafter is not None:
-        guesser = Speculation(drafter, scheduler, plan.max_guesses, runner.max_num_rows)
+        guesser = Speculation(drafter, scheduler, plan.max_guesses)
     return EngineCore(runner, scheduler, owner, guesser), adapters, memory.by_name, identity
 
 

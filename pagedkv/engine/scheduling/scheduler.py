@@ -63,8 +63,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_loras: int = 0,
+        max_num_rows: int | None = None,
     ) -> None:
+        """max_num_rows: after so many tokens one is sampled in a step, at most; None: after one of each sequence"""
         self.manager = manager
+        self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -180,12 +183,24 @@ class Scheduler:
         return max(seq.max_num_tokens - seq.num_tokens - 1, 0)
 
     def _fitting(self, decodes: list[Sequence], guesses: Mapping[int, list[int]]) -> list[list[int]]:
-        """Those of each; empty where there is none. They leave half of the step's tokens to prompts."""
-        room, fitting = (self.max_num_batched_tokens - len(decodes)) // 2, []
+        """Those of each; empty where there is none. They leave half of the step's tokens to prompts, and a row to each
+        sequence that may be sampled."""
+        if not guesses:
+            return []
+        room, fitting = (self.max_num_batched_tokens - len(decodes)) // 2, list[list[int]]()
+        room = min(room, self.max_num_rows - self._most_sampled())
         for seq in decodes:
             fitting.append(guesses.get(seq.id, [])[: min(room, self.num_guessable(seq))])
             room -= len(fitting[-1])
         return fitting if any(fitting) else []
+
+    def _most_sampled(self) -> int:
+        """How many sequences a step may sample: those that run or wait, and the other answers to their prompts."""
+        queues, most = self.queues, self.max_num_seqs
+        num_seqs = len(queues.running) + sum(len(seq.siblings) for seq in queues.running) + queues.num_waiting
+        if num_seqs < most:
+            num_seqs += sum(len(seq.siblings) for seq in queues.waiting())
+        return min(num_seqs, most)
 
     def _schedule_decodes(self, step: Step, guesses: Mapping[int, list[int]]) -> bool:
         """Adds the sequences that decode, with room for their newest tokens and guesses. Where there is none, guesses

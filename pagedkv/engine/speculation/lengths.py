@@ -24,6 +24,7 @@ class StepTimes:
     step of more rows than any that was measured counts as fast as those: it is tried."""
 
     def __init__(self, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
         self._class = np.array([0] + [round(2 * math.log2(n)) for n in range(1, max_num_rows + 1)])
         self._plain: dict[int, float] = {}
         self._guessing: dict[tuple[int, int], tuple[float, int]] = {}  # seconds, and when they were measured
@@ -66,14 +67,14 @@ def lengths(chances: list[float], most: list[int], num_seqs: int, times: StepTim
     """How many guesses each sequence of these chances is to have, most[i] at most, in a step of num_seqs sequences, of
     which these are some."""
     without, longest = times.plain(num_seqs), max(most, default=0)
-    if without is None or not longest:
+    if without is None or not longest or num_seqs >= times.max_num_rows:
         return [0] * len(most)
     place = np.arange(1, longest + 1)
     gains = np.where(place <= np.array(most)[:, None], np.array(chances)[:, None] ** place, 0.0).reshape(-1)
     seconds = times.guessing(num_seqs)
     best = np.argsort(-gains, kind="stable")[: min(len(seconds), sum(most))]
     rates = (num_seqs + np.cumsum(gains[best])) / seconds[: len(best)]
-    if not len(rates) or rates.max() <= MARGIN * num_seqs / without:
+    if rates.max() <= MARGIN * num_seqs / without:
         return [0] * len(most)
     taken = best[: int(rates.argmax()) + 1]
     counts: list[int] = np.bincount(taken // longest, minlength=len(most)).tolist()

@@ -12,6 +12,7 @@ FIRST_CHANCE = 0.6  # of a guess of the first request
 WEIGHT, WEIGHT_OF_ALL = 0.1, 0.01  # of a new guess, in the chance of its sequence, and in that of new sequences
 # A sequence without guesses is worth another try some hundred steps later.
 DRIFT = 0.002
+PAUSES = 4, 64  # steps: after one that could not have its guesses, and, doubled each time, at most
 STEADY = 3  # steps of the same kind one after the other, after which their time counts
 
 
@@ -22,19 +23,24 @@ class Speculation:
     on the tokens before. They are in the same steps as others.
     """
 
-    def __init__(self, drafter: Drafter, scheduler: Scheduler, max_guesses: int, max_num_rows: int) -> None:
-        """max_guesses: of a sequence in a step; max_num_rows: that are sampled in a step"""
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, max_guesses: int) -> None:
+        """max_guesses: of a sequence in a step"""
         self.drafter, self._scheduler, self._max_guesses = drafter, scheduler, max_guesses
-        self.times = StepTimes(max_num_rows)
+        self.times = StepTimes(scheduler.max_num_rows)
         self._chance = FIRST_CHANCE  # of new sequences
         self._num_steady = 0  # steps without guesses one after the other
+        self._has_guessed = False  # for the step that is on its way
+        self._pause = 0  # steps that have no guesses, and ...
+        self._next_pause = PAUSES[0]  # ... how many it will be next time
 
     # --- guesses
 
     def pays(self, running: list[Sequence]) -> bool:
-        return any(self._lengths(running)[1])
+        self._pause = max(self._pause - 1, 0)
+        return not self._pause and any(self._lengths(running)[1])
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
+        self._has_guessed = True
         sequences, counts = self._lengths(running)
         pairs = [(seq, count) for seq, count in zip(sequences, counts, strict=True) if count]
         sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
@@ -65,21 +71,23 @@ class Speculation:
 
     def learn(self, step: Step, seconds: float) -> None:
         self._learn_time(step, seconds)
+        if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
+            self._pause, self._num_steady = self._next_pause, 0
+            self._next_pause = min(2 * self._next_pause, PAUSES[1])
+        self._has_guessed = False
+        checked = set()
         if step.guesses:
+            self._next_pause = PAUSES[0]
             for seq, guesses, right in zip(step.sequences, step.guesses, step.accepted, strict=False):
                 if guesses:
+                    checked.add(seq.id)
                     self._learn_chance(seq.draft, right, right < len(guesses))
         receivers = [seq for seq in dict.fromkeys(step.receivers) if self._may_guess(seq)]
         for seq in receivers:
             if seq.draft is None:
                 seq.draft = Draft(self._chance)
-            elif step.guesses:
-                pass
-            elif not self.drafter.is_free:
-                seq.draft.chance += DRIFT * (FIRST_CHANCE - seq.draft.chance)
-            elif seq.draft.guesses:
-                is_right = seq.draft.guesses[0] == seq.new_tokens[-1]
-                self._learn_chance(seq.draft, int(is_right), not is_right)
+            elif seq.id not in checked:
+                self._learn_without(seq, seq.draft)
         self.drafter.take(receivers)
         if self.drafter.is_free:
             living = [seq for seq in receivers if seq.finish_reason is None]
@@ -91,6 +99,14 @@ class Speculation:
     def _may_guess(seq: Sequence) -> bool:
         params = seq.params
         return bool(seq.new_tokens) and not (params.has_edits or params.has_penalties or seq.wants_embedding)
+
+    def _learn_without(self, seq: Sequence, draft: Draft) -> None:
+        """It had a new token, and no guess in the step."""
+        if not self.drafter.is_free:
+            draft.chance += DRIFT * (FIRST_CHANCE - draft.chance)
+        elif draft.guesses:
+            is_right = draft.guesses[0] == seq.new_tokens[-1]
+            self._learn_chance(draft, int(is_right), not is_right)
 
     def _learn_chance(self, draft: Draft, num_right: int, has_wrong: bool) -> None:
         for is_right in [True] * num_right + [False] * has_wrong:
@@ -106,5 +122,5 @@ class Speculation:
             self.times.add(step.num_decodes, step.num_decode_tokens, seconds)
 
     def forget(self) -> None:
-        self._num_steady = 0
+        self._num_steady, self._has_guessed = 0, False
         self.drafter.forget()

@@ -70,11 +70,12 @@ class Replay:
 
     def __init__(self, script: Script, knowledge: float, model=None) -> None:
         self.script, self.knowledge, self.model, self.is_free = script, knowledge, model, model is None
-        self.rng = random.Random(0)
+        self.rng, self.is_measurable = random.Random(0), True
 
     def guess(self, sequences, counts):
         if self.model is not None:
             self.model.guess(sequences, counts)
+            self.is_measurable = self.model.is_measurable
         pairs = zip(sequences, counts, strict=True)
         return [[self._token(token) for token in self.script.next(seq)[:count]] for seq, count in pairs]
 

@@ -12,7 +12,7 @@ from pagedkv import LLM
 class Knowing:
     """Guesses the true next token with the probability `knowledge`, and another one else."""
 
-    is_free = False
+    is_free, is_measurable = False, True
 
     def __init__(self, knowledge: float, seed: int = 0) -> None:
         self.knowledge, self.rng = knowledge, random.Random(seed)

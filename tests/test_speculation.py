@@ -4,7 +4,6 @@ without. Further down the drafters, and how many guesses pay."""
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,6 @@ from tiny_engine import settle
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import LoRARequest
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.speculation.lengths import FORGET_AFTER, StepTimes, lengths
 from pagedkv.engine.speculative_config import SpeculativeConfig
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
@@ -350,67 +348,7 @@ def test_vocabularies_must_agree(folder, tmp_path):
     fails(other, ValueError, r"other', which has another vocabulary: 'a' is 13 there and 12 here")
 
 
-# --- how many guesses
-
-
-def test_lengths_by_hand():
-    times = StepTimes(8)
-    assert lengths([1.0], [3], 1, times) == [0]  # nothing was measured
-    times.add(1, 1, 1.0)
-    assert lengths([1.0], [3], 1, times) == [3]  # more rows are tried
-    assert lengths([0.01], [3], 1, times) == [0] and lengths([], [], 1, times) == []
-    times.add(1, 2, 1.2)
-    times.add(1, 4, 3.0)
-    assert lengths([1.0], [3], 1, times) == [2]  # three rows count as fast as two
-    times.add(1, 3, 3.0)
-    assert lengths([1.0], [3], 1, times) == [1]
-    assert lengths([0.5], [3], 1, times) == [1] and lengths([0.2], [3], 1, times) == [0]
-    times.add(2, 2, 1.0)
-    times.add(2, 3, 1.1)
-    times.add(2, 6, 1.4)
-    assert lengths([0.9, 0.1], [3, 3], 2, times) == [2, 0]  # 2.9 / 1.1, 3.71 / 1.1, 4.44 / 1.4
-    assert lengths([0.9, 0.8], [1, 2], 2, times) == [1, 1] and lengths([0.9, 0.9], [0, 2], 2, times) == [0, 2]
-    assert lengths([0.9] * 8, [3] * 8, 8, times) == [0] * 8  # as many rows as a step may have
-
-
-def test_lengths_give_the_most_tokens_a_second(seed):
-    """Beside all ways to give up to three guesses to each of up to three sequences."""
-    rng = random.Random(seed)
-    for _ in range(100):
-        times, num_seqs, n = StepTimes(16), rng.randint(3, 5), rng.randint(1, 3)
-        times.add(num_seqs, num_seqs, 1.0)
-        for rows in range(num_seqs + 1, 17):
-            times.add(num_seqs, rows, 1 + rng.random() * (rows - num_seqs) / 3)
-        chances, most = [rng.random() for _ in range(n)], [rng.randint(0, 3) for _ in range(n)]
-        seconds = times.guessing(num_seqs)
-
-        def rate(given):
-            gain = sum(p**j for p, k in zip(chances, given, strict=True) for j in range(1, k + 1))
-            return (num_seqs + gain) / (seconds[sum(given) - 1] if any(given) else 1 / 1.02 * 1.02**2)
-
-        ways = [(a, b, c)[:n] for a in range(4) for b in range(4) for c in range(4)]
-        best = max(rate(way) for way in ways if all(k <= m for k, m in zip(way, most, strict=True)))
-        found = lengths(chances, most, num_seqs, times)
-        if any(found):
-            assert rate(found) == pytest.approx(best) and best > 1.02 * num_seqs
-        else:
-            assert best <= 1.02 * num_seqs
-
-
-def test_times_follow_and_are_forgotten():
-    times = StepTimes(64)
-    assert times.plain(1) is None
-    times.add(1, 1, 1.0)
-    times.add(1, 1, 100.0)  # an outlier
-    assert 1.0 < times.plain(1) < 1.2
-    for _ in range(200):
-        times.add(1, 1, 3.0)
-    assert times.plain(1) == pytest.approx(3.0, rel=0.01)
-    times.add(1, 8, 50.0)
-    assert times.guessing(1)[0] == times.plain(1) and times.guessing(1)[6] == times.guessing(1)[62] == 50.0
-    for _ in range(FORGET_AFTER + 1):
-        times.add(1, 1, 3.0)
-    assert times.guessing(1)[6] == times.plain(1)  # it is tried again
+# --- how many guesses: test_speculation_lengths.py
 
 
 def test_guesses_that_are_wrong_stop(folder):

@@ -45,8 +45,10 @@ class DraftModel:
         """The manager caches no prefixes, so no sequence shares pages."""
         self._runner, self._manager, self._max_model_len = runner, manager, max_model_len
         self._own: dict[int, Own] = {}  # by id: those that have pages
+        self.is_measurable = True
 
     def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        self.is_measurable = True
         most, room = max(counts), min(MOST_SEQS, self._runner.max_num_rows // SHORT)
         self._free([id for id, own in self._own.items() if _has_ended(own.seq())])
         chosen = [seq for seq in sequences if seq.num_known + most <= self._max_model_len][:room]
@@ -120,6 +122,7 @@ class DraftModel:
         """Computes all but the last tokens of those that have more than a few to compute."""
         waiting = [shadow for shadow in shadows if shadow.num_tokens - shadow.num_computed > SHORT]
         while waiting:
+            self.is_measurable = False
             step, budget = Step(), self._runner.max_num_batched_tokens
             for shadow in waiting:
                 length = min(shadow.num_tokens - 1 - shadow.num_computed, budget)
@@ -157,6 +160,7 @@ class DraftModel:
 
     def _launch(self, step: Step) -> None:
         self._runner.launch(step)
+        self.is_measurable = self.is_measurable and step.is_measurable
         self._manager.commit_batch(step.ids, step.ends)
 
     @staticmethod

@@ -12,7 +12,8 @@ from ..scheduling.sequence import Sequence
 class Draft:
     """What is kept of a sequence, in Sequence.draft."""
 
-    chance: float  # that a guess is right, if those before it are: measured
+    chance: float  # that a guess is right, if those before it are: measured ...
+    num_guesses: int = 0  # ... by so many
     guesses: list[int] = field(default_factory=list)  # of a drafter that is_free: what may follow the known tokens
     own: Any = None  # the drafter's
 
@@ -26,6 +27,7 @@ class Drafter(Protocol):
     """
 
     is_free: bool  # it guesses on the host in microseconds; then it guesses after every step, to measure itself
+    is_measurable: bool  # nothing took time in the last guess() that does not take time in each
 
     def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         """Up to counts[i] tokens, one at least, that may follow all known tokens of sequences[i]; none where it has no

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .drafter import Draft, Drafter
-from .lengths import StepTimes, lengths
+from .lengths import StepTimes, blend, lengths
 
-FIRST_CHANCE = 0.6  # of a guess of the first request
-WEIGHT, WEIGHT_OF_ALL = 0.1, 0.01  # of a new guess, in the chance of its sequence, and in that of new sequences
+FIRST_CHANCE = 0.6  # of a guess of the first request, which counts as PRIOR guesses
+PRIOR = 4
+# Of a new guess, in the chance of its sequence, and in that of new sequences; the first ones weigh more.
+LEAST_WEIGHT, LEAST_WEIGHT_OF_ALL = 0.05, 0.01
 # A sequence without guesses is worth another try some hundred steps later.
 DRIFT = 0.002
 PAUSES = 4, 64  # steps: after one that could not have its guesses, and, doubled each time, at most
@@ -27,7 +31,9 @@ class Speculation:
         """max_guesses: of a sequence in a step"""
         self.drafter, self._scheduler, self._max_guesses = drafter, scheduler, max_guesses
         self.times = StepTimes(scheduler.max_num_rows)
-        self._chance = FIRST_CHANCE  # of new sequences
+        self._chance, self._num_guesses = FIRST_CHANCE, 0  # of new sequences, and by how many it was measured
+        self._drafting = 0.0  # seconds of it for the step that is on its way, ...
+        self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
         self._pause = 0  # steps that have no guesses, and ...
@@ -47,8 +53,16 @@ class Speculation:
         if self.drafter.is_free:
             guesses = [seq.draft.guesses[:count] for seq, count in pairs]
         else:
-            guesses = self.drafter.guess(sequences, counts) if sequences else []
+            guesses = self._draft(sequences, counts) if sequences else []
         return {seq.id: each for seq, each in zip(sequences, guesses, strict=True) if each}
+
+    def _draft(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        start = time.perf_counter()
+        guesses = self.drafter.guess(sequences, counts)
+        self._drafting = time.perf_counter() - start
+        if self.drafter.is_measurable:
+            self._draft_seconds = blend(self._draft_seconds, self._drafting / max(counts))
+        return guesses
 
     def _lengths(self, running: list[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Sequences that may have guesses, and how many."""
@@ -65,12 +79,13 @@ class Speculation:
                 sequences.append(seq)
                 chances.append(draft.chance)
                 most.append(min(count, len(draft.guesses)) if self.drafter.is_free else count)
-        return sequences, lengths(chances, most, num_seqs, self.times)
+        return sequences, lengths(chances, most, num_seqs, self.times, self._draft_seconds or 0.0)
 
     # --- what is learnt
 
     def learn(self, step: Step, seconds: float) -> None:
-        self._learn_time(step, seconds)
+        self._learn_time(step, seconds - self._drafting)
+        self._drafting = 0.0
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
             self._pause, self._num_steady = self._next_pause, 0
             self._next_pause = min(2 * self._next_pause, PAUSES[1])
@@ -110,8 +125,11 @@ class Speculation:
 
     def _learn_chance(self, draft: Draft, num_right: int, has_wrong: bool) -> None:
         for is_right in [True] * num_right + [False] * has_wrong:
-            draft.chance += WEIGHT * (is_right - draft.chance)
-            self._chance += WEIGHT_OF_ALL * (is_right - self._chance)
+            draft.num_guesses, self._num_guesses = draft.num_guesses + 1, self._num_guesses + 1
+            weight = max(LEAST_WEIGHT, 1 / (PRIOR + draft.num_guesses))
+            draft.chance += weight * (is_right - draft.chance)
+            weight = max(LEAST_WEIGHT_OF_ALL, 1 / (PRIOR + self._num_guesses))
+            self._chance += weight * (is_right - self._chance)
 
     def _learn_time(self, step: Step, seconds: float) -> None:
         """A step with guesses begins when all before it have ended. One without overlaps with those beside it, and its
@@ -122,5 +140,5 @@ class Speculation:
             self.times.add(step.num_decodes, step.num_decode_tokens, seconds)
 
     def forget(self) -> None:
-        self._num_steady, self._has_guessed = 0, False
+        self._num_steady, self._has_guessed, self._drafting = 0, False, 0.0
         self.drafter.forget()

@@ -15,7 +15,7 @@ PIECE = 4096  # tokens that are added at once: other threads wait meanwhile
 class SuffixDrafter:
     """Texts of the same salt, and so of the same adapter, share what they have seen."""
 
-    is_free = True
+    is_free = is_measurable = True
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._index = SuffixIndex(capacity)

@@ -22,8 +22,8 @@ class Drafter(Protocol):
     """Guesses tokens of sequences. A guess costs the time to check it, and never changes an answer.
 
     It is called between two steps in the engine's thread. A head that goes on from the target's hidden states (EAGLE-3,
-    DFlash) is made with the target's ModelRunner: in its buffers, the last step's hidden states lie in the order of the
-    step's tokens until the next step, and it launches its own work on the runner's stream.
+    DFlash) would be made with the target's ModelRunner, as DraftModel is with its own: what a model's forward() leaves
+    in its buffers stays there until the next step, and work on the runner's stream follows the step.
     """
 
     is_free: bool  # it guesses on the host in microseconds; then it guesses after every step, to measure itself

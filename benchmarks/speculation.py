@@ -144,7 +144,7 @@ class Bench:
             guesser = None
             if is_speculative:
                 own = self.guesser
-                guesser = Speculation(None, own._scheduler, own._max_guesses)
+                guesser = Speculation(None, own._max_guesses, own.times.max_num_rows)
             for seed in range(2):
                 prompts, script = make_script(batch, self.length, seed)
                 if guesser is not None:

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagedkv import BlockManager, SamplingParams
-from pagedkv.engine.scheduling.scheduler import Scheduler
+from pagedkv import SamplingParams
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
 from pagedkv.engine.speculation import speculation
@@ -110,10 +109,8 @@ class Engine:
     def __init__(self, rng, batch: int, draw_chance, *, is_free, draft=0.0, base, per_row, host) -> None:
         self.rng, self.batch, self.draw_chance, self.clock = rng, batch, draw_chance, [0.0]
         self.base, self.per_row, self.host = base, per_row, host
-        budget = dict(max_num_seqs=batch, max_num_batched_tokens=16384, max_model_len=4096)
         self.drafter = Drafter(rng, is_free, draft, self.clock)
-        scheduler = Scheduler(BlockManager(9, 16), **budget, max_num_rows=max(batch, min(8 * batch, 256)))
-        self.speculation = Speculation(self.drafter, scheduler, 7)
+        self.speculation = Speculation(self.drafter, 7, max(batch, min(8 * batch, 256)))
         self.num_made = self.num_tokens = 0
         self.running = [self.arrive() for _ in range(batch)]
 

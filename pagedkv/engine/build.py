@@ -147,7 +147,7 @@ def build(
 
     guesser = None
     if drafter is not None:
-        guesser = Speculation(drafter, scheduler, plan.max_guesses)
+        guesser = Speculation(drafter, plan.max_guesses, runner.max_num_rows)
     return EngineCore(runner, scheduler, owner, guesser), adapters, memory.by_name, identity
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..outputs import EngineCounters
-from ..scheduling.scheduler import NO_GUESSES, Scheduler
+from ..scheduling.guesses import NO_GUESSES
+from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .model_runner import ModelRunner

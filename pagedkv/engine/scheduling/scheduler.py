@@ -39,17 +39,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
+from .guesses import NO_GUESSES, fit, keep_right, most_sampled
 from .queues import Queues
 from .sequence import Sequence
 from .step import Step
-
-NO_GUESSES: Mapping[int, list[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -124,8 +122,7 @@ class Scheduler:
     def schedule(self, guesses: Mapping[int, list[int]] = NO_GUESSES) -> Step:
         """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch.
 
-        guesses: by id, of sequences that decode; no more than num_guessable() says. Where they do not fit, they are
-        left out.
+        guesses: by id, of sequences that decode; which are cut to what fits and may still come.
         """
         self.step_number += 1
         swapped = self._preempt_for_waiting() if self.queues.num_waiting else None
@@ -177,31 +174,6 @@ class Scheduler:
         for child in siblings[num_places:]:
             self.queues.add(child)
 
-    def num_guessable(self, seq: Sequence) -> int:
-        """How many tokens may be guessed of a sequence that decodes: with one more, which is sampled after them, it is
-        complete."""
-        return max(seq.max_num_tokens - seq.num_tokens - 1, 0)
-
-    def _fitting(self, decodes: list[Sequence], guesses: Mapping[int, list[int]]) -> list[list[int]]:
-        """Those of each; empty where there is none. They leave half of the step's tokens to prompts, and a row to each
-        sequence that may be sampled."""
-        if not guesses:
-            return []
-        room, fitting = (self.max_num_batched_tokens - len(decodes)) // 2, list[list[int]]()
-        room = min(room, self.max_num_rows - self._most_sampled())
-        for seq in decodes:
-            fitting.append(guesses.get(seq.id, [])[: min(room, self.num_guessable(seq))])
-            room -= len(fitting[-1])
-        return fitting if any(fitting) else []
-
-    def _most_sampled(self) -> int:
-        """How many sequences a step may sample: those that run or wait, and the other answers to their prompts."""
-        queues, most = self.queues, self.max_num_seqs
-        num_seqs = len(queues.running) + sum(len(seq.siblings) for seq in queues.running) + queues.num_waiting
-        if num_seqs < most:
-            num_seqs += sum(len(seq.siblings) for seq in queues.waiting())
-        return min(num_seqs, most)
-
     def _schedule_decodes(self, step: Step, guesses: Mapping[int, list[int]]) -> bool:
         """Adds the sequences that decode, with room for their newest tokens and guesses. Where there is none, guesses
         are left out, and then it preempts.
@@ -210,7 +182,10 @@ class Scheduler:
         """
         self.queues.retire()
         decodes = [seq for seq in self.queues.running if seq.num_in_pages < seq.num_tokens]
-        fitting = self._fitting(decodes, guesses)
+        # They leave half of the step's tokens to prompts, and a row to each sequence that may be sampled.
+        room = (self.max_num_batched_tokens - len(decodes)) // 2
+        room = min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs))
+        fitting = fit(decodes, guesses, room) if guesses else []
         preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
         while decodes:
@@ -319,23 +294,10 @@ class Scheduler:
         if ids:
             self.manager.append_batch(ids, grown)
         if step.guesses:
-            self._keep_guesses(step)
+            keep_right(step, self.manager)
         if finished:
             self.forget(finished)
         return finished
-
-    def _keep_guesses(self, step: Step) -> None:
-        """The KV of right guesses counts as computed, and pages for wrong ones are given back."""
-        manager = self.manager
-        for seq, guesses in zip(step.sequences, step.guesses, strict=False):
-            right = seq.num_known - seq.num_tokens  # not those after an end
-            if right > 0:
-                manager.append(seq.id, seq.new_tokens[-1 - right : -1])
-                seq.num_tokens += right
-                seq.num_computed = seq.num_in_pages = seq.num_tokens - 1
-                manager.commit(seq.id, seq.num_computed)
-            if right < len(guesses):
-                manager.truncate(seq.id, seq.num_computed)
 
     def forget(self, finished: Iterable[Sequence]) -> None:
         """Drops finished sequences, whether they run, wait, or have left with their last token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ..scheduling.scheduler import Scheduler
+from ..scheduling.guesses import num_guessable
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .drafter import Draft, Drafter
@@ -27,10 +27,10 @@ class Speculation:
     on the tokens before. They are in the same steps as others.
     """
 
-    def __init__(self, drafter: Drafter, scheduler: Scheduler, max_guesses: int) -> None:
-        """max_guesses: of a sequence in a step"""
-        self.drafter, self._scheduler, self._max_guesses = drafter, scheduler, max_guesses
-        self.times = StepTimes(scheduler.max_num_rows)
+    def __init__(self, drafter: Drafter, max_guesses: int, max_num_rows: int) -> None:
+        """max_guesses: of a sequence in a step; max_num_rows: that are sampled in a step"""
+        self.drafter, self._max_guesses = drafter, max_guesses
+        self.times = StepTimes(max_num_rows)
         self._chance, self._num_guesses = FIRST_CHANCE, 0  # of new sequences, and by how many it was measured
         self._drafting = 0.0  # seconds of it for the step that is on its way, ...
         self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured
@@ -74,7 +74,7 @@ class Speculation:
             draft = seq.draft
             if draft is None or (self.drafter.is_free and not draft.guesses):
                 continue
-            count = min(self._scheduler.num_guessable(seq), self._max_guesses)
+            count = min(num_guessable(seq), self._max_guesses)
             if count:
                 sequences.append(seq)
                 chances.append(draft.chance)

@@ -118,6 +118,22 @@ def test_answers_on_a_gpu(folder, cuda, seed, knowledge, enforce_eager):
         assert enforce_eager == (graphs is None) and (graphs is None or any(key[1] for key in graphs))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_with_batch_invariant(folder, seed, dtype):
+    """Log probabilities are equal, not only close, and so no near tie falls another way."""
+    requests = [(prompt, replace(params, logprobs=2)) for prompt, params in requests_of_all_kinds(seed, 24)]
+    options = OPTIONS | {"num_blocks": 100, "batch_invariant": True, "dtype": dtype}
+    with LLM(folder, **options) as llm:
+        expected = generate(llm, requests)
+    with engine(folder, **options) as llm:
+        drafter = Knowing(0.6, seed)
+        drafter.learn(requests, expected)
+        given = generate(always_guess(llm, drafter), requests)
+        assert answers(given) == answers(expected) and counts(llm)[2] > 50
+        for one, other in zip(given, expected, strict=True):
+            assert [each.logprobs for each in one.outputs] == [each.logprobs for each in other.outputs]
+
+
 @pytest.mark.parametrize("family, form", [("mistral", {"sliding_window": 7, "head_dim": 32}), ("qwen3_moe", {})])
 def test_windows_and_experts(tmp_path, seed, family, form):
     folder = write_model(tmp_path, family, **SIZES | form)

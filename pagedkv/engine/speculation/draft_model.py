@@ -200,7 +200,7 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
     check_vocabulary(name, (target.spec, tokenizer), (spec, Tokenizer(folder)))
     max_num_seqs = min(target.max_num_seqs, MOST_SEQS)
     return replace(
-        target, folder=folder, spec=spec, lora=None, max_num_seqs=max_num_seqs,
+        target, folder=folder, spec=spec, lora=None, batch_invariant=False, max_num_seqs=max_num_seqs,
         max_model_len=min(target.max_model_len, spec.max_positions),
         batch_sizes=batch_sizes_of(target.devices[0], max_num_seqs, spec),
     )  # fmt: skip

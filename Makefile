@@ -25,7 +25,7 @@ test: build ## the tests, of the extension in place (`pytest` by itself tests th
 ASAN := $(CURDIR)/build/asan
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 ASAN_TESTS := $(TOPIC_TESTS) $(wildcard tests/test_block_manager*.py) $(patsubst %,tests/test_%.py,tensor interop bad_calls \
-              overlap overlap_views hostile_views all_parameters fuzz_calls threads elastic elastic_tensors communicator)
+              overlap overlap_views hostile_views all_parameters fuzz_calls threads elastic elastic_tensors communicator suffix_index)
 ASAN_PYTHON := PYTHONPATH=$(ASAN)/lib PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
                ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
                LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(PYTHON)

@@ -157,7 +157,7 @@ class _Recorder:
 def step_graph(runner: ModelRunner, num_seqs: int) -> Graph | None:
     """What the engine replays for a step in which so many sequences decode; None where it has no graphs."""
     size = runner.batch_sizes[bisect_left(runner.batch_sizes, num_seqs)]
-    return None if runner.graphs is None else runner.graphs.get((size, False))
+    return None if runner.graphs is None else runner.graphs.get((size, 0, False, False))
 
 
 def replay_us(graph: Graph, stream: pagedkv.Stream, count: int) -> float:

@@ -5,7 +5,8 @@
     normed = ops.rms_norm(x, weight)
 
 Types are here, too: `Communicator`, this process as a rank of a group, and `GroupError`, by which a group ends;
-`ElasticBuffer`, memory that grows and shrinks in place; `Step`, the result of `BlockManager.prepare`.
+`ElasticBuffer`, memory that grows and shrinks in place; `Step`, the result of `BlockManager.prepare`; `SuffixIndex`,
+what followed the last tokens of a text before.
 `help(ops.<name>)` gives shapes, dtypes, units and errors.
 """
 
@@ -14,6 +15,7 @@ from pagedkv._C import (
     ElasticBuffer,
     GroupError,
     Step,
+    SuffixIndex,
     all_gather,
     all_reduce,
     append_kvcache,
@@ -71,6 +73,7 @@ __all__ = [
     "ElasticBuffer",
     "GroupError",
     "Step",
+    "SuffixIndex",
     "all_gather",
     "all_reduce",
     "append_kvcache",

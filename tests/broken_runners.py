@@ -86,6 +86,18 @@ def promise_too_much(monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "commit", commit)
 
 
+def promise_guesses(monkeypatch) -> None:
+    monkeypatch.setattr(Step, "known_ends", property(lambda self: self.ends))
+
+
+def keep_wrong_guesses(monkeypatch) -> None:
+    def accept(self: Step, tokens: list[int]) -> list[int]:
+        self.accepted = [len(each) for each in self.guesses]
+        return tokens
+
+    monkeypatch.setattr(Step, "accept", accept)
+
+
 def take_tokens_early(monkeypatch) -> None:
     monkeypatch.setattr(Step, "tokens", lambda self: self.sampled_tokens.tolist())
 
@@ -100,5 +112,7 @@ BROKEN = {
     "one table": (OneTable, PINNED),
     "arrays are not waited for": (Impatient, PINNED),
     "pages are shared before they are written": (promise_too_much, KEY),
+    "guesses are shared before they are known": (promise_guesses, "is another's|computed already"),
+    "wrong guesses are kept": (keep_wrong_guesses, "assert|is another's"),
     "tokens are taken early": (take_tokens_early, "stop|length|error|assert"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,6 +48,14 @@ class Story:
             known = position < seq.num_prompt_tokens
             tokens.append(seq.prompt[position] if known else next_token(stamps[-1], seq.seed, position, params.top_k))
             stamps.append(stamp_of(stamps[-1] if stamps else 0, tokens[-1], position))
+        return Story(np.array(tokens, np.int64), np.array(stamps, np.int64))
+
+    def with_guesses(self, guesses: list[int], end: int) -> Story:
+        """As far as `end`, with these as its last tokens."""
+        tokens, stamps = self.tokens[: end - len(guesses)].tolist(), self.stamps[: end - len(guesses)].tolist()
+        for guess in guesses:
+            stamps.append(stamp_of(stamps[-1], guess, len(tokens)))
+            tokens.append(guess)
         return Story(np.array(tokens, np.int64), np.array(stamps, np.int64))
 
 
@@ -177,6 +185,8 @@ class LateRunner(ModelRunner):
             Row(id, self.stories[id], start, end)
             for id, start, end in zip(step.ids, step.starts, step.ends, strict=True)
         ]
+        for i, guesses in enumerate(step.guesses):
+            rows[i] = replace(rows[i], story=rows[i].story.with_guesses(guesses, rows[i].end))
         tables = {seq.id: manager.block_table(seq.id) for seq in self.scheduler.queues.running}
         pages, counts = np.unique(np.concatenate(list(tables.values())), return_counts=True)
         shared, taken = pages[counts > 1], [np.empty(0, np.int64)]

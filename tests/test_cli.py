@@ -157,6 +157,7 @@ def test_every_option_of_the_engine_is_one_here(capsys, tmp_path):
         kv_cache_dtype="fp8", block_size=8,
         num_blocks=7, gpu_memory_utilization=0.5, enforce_eager=True, swap_space=9, max_num_seqs=3,
         max_num_batched_tokens=17, max_model_len=33, enable_prefix_caching=False, eviction="lru", seed=5,
+        speculative_config='{"method": "suffix", "num_speculative_tokens": 2}',
     )  # fmt: skip
     names = [each.name for each in fields(EngineOptions)]
     for command in ("generate", "chat", "serve", "bench"):

@@ -13,6 +13,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from unittest.mock import Mock
 
 import pytest
@@ -22,11 +23,14 @@ from fake_model import LateRunner, LazyManager, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.outputs import EngineCounters
+from pagedkv.engine.runner import batch_sizes
+from pagedkv.engine.runner.batch_sizes import max_rows
 from pagedkv.engine.runner.pipeline import Pipeline
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
 
+MAX_GUESSES = 3
 NUM_SCHEDULES = 240
 
 
@@ -41,6 +45,7 @@ class Sizes:
     enforce_eager: bool = False
     eagerness: float = 0.0
     num_behind: int = 1
+    knowledge: float | None = None  # of who guesses: the probability that a guess is right; None: nobody guesses
 
     @staticmethod
     def drawn(rng: random.Random) -> Sizes:
@@ -56,7 +61,38 @@ class Sizes:
             enforce_eager=rng.random() < 0.3,
             eagerness=rng.choice([0, 0, 0.05, 0.5]),
             num_behind=rng.choice([0, 1, 1, 1]),
+            knowledge=rng.choice([None, 0.0, 0.5, 1.0]),
         )
+
+
+class Guesser:
+    """Knows what sequences will say, and says that or something else."""
+
+    def __init__(self, traffic: Traffic, knowledge: float) -> None:
+        self.traffic, self.knowledge = traffic, knowledge
+
+    def pays(self, running: list[Sequence]) -> bool:
+        return self.traffic.rng.random() < 0.5
+
+    def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
+        rng, stories, guesses = self.traffic.rng, self.traffic.runner.stories, {}
+        for seq in running:
+            assert seq.num_known == seq.num_tokens, "a step is on its way"
+            true = stories[seq.id].tokens[seq.num_known :].tolist()
+            true = takewhile(lambda token: token >= 0, true[: rng.randint(0, MAX_GUESSES)])
+            guesses[seq.id] = [token if rng.random() < self.knowledge else (token + 1) % 1000 for token in true]
+        return guesses
+
+    def learn(self, step: Step, seconds: float) -> None:
+        happened = self.traffic.happened
+        for guesses, right in zip(step.guesses, step.accepted, strict=True):
+            assert self.knowledge < 1 or right == len(guesses)
+            assert self.knowledge > 0 or right == 0
+            happened["right guess"] += right
+            happened["wrong guess"] += len(guesses) - right
+        happened["guesses beside a prompt"] += bool(step.guesses) and not step.only_decodes
+
+    def forget(self) -> None: ...
 
 
 class Traffic:
@@ -73,15 +109,20 @@ class Traffic:
         )  # fmt: skip
         self.lazy = LazyManager(self.manager, rng, happened)
         budget = {"max_num_seqs": sizes.max_num_seqs, "max_num_batched_tokens": sizes.max_num_batched_tokens}
-        self.scheduler = Scheduler(self.lazy, **budget, max_model_len=500)
-        self.runner = runner_type(self.device, self.scheduler, self.lazy, **budget, enforce_eager=sizes.enforce_eager)
+        most = max_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, MAX_GUESSES)
+        self.scheduler = Scheduler(self.lazy, **budget, max_model_len=500, max_num_rows=most)
+        self.runner = runner_type(
+            self.device, self.scheduler, self.lazy, **budget, enforce_eager=sizes.enforce_eager,
+            max_guesses=0 if sizes.knowledge is None else MAX_GUESSES,
+        )  # fmt: skip
         self.runner.num_behind = sizes.num_behind
+        self.guesser = None if sizes.knowledge is None else Guesser(self, sizes.knowledge)
         self.pipeline = self.new_pipeline()
         self.num_made = 0
         self.living: list[Sequence] = []
 
     def new_pipeline(self) -> Pipeline:
-        return Pipeline(self.runner, self.scheduler, EngineCounters(), self.received)
+        return Pipeline(self.runner, self.scheduler, EngineCounters(), self.received, self.guesser)
 
     def submit(
         self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), **options
@@ -190,6 +231,7 @@ class Traffic:
 def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[LateRunner] = LateRunner) -> None:
     sizes = Sizes.drawn(rng)
     print(sizes)
+    batch_sizes.MOST_ROWS = rng.choice([5, 256])
     traffic = Traffic(rng, sizes, happened, runner_type)
     common = [[rng.randrange(50) for _ in range(30)] for _ in range(2)]
     num_requests = rng.randint(5, 25)
@@ -221,7 +263,7 @@ def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
     manager.allocate(1, [9] * 6)  # takes the pages that the prompt was in
     manager.free(1)
     scheduler, runner = Mock(manager=manager), Mock()
-    scheduler.schedule = lambda: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
+    scheduler.schedule = lambda guesses: Step(sequences=[Mock()], swap_in=manager.swap_in(0))
     runner.launch.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         Pipeline(runner, scheduler, EngineCounters()).launch()
@@ -232,6 +274,7 @@ def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
 @pytest.fixture
 def late(monkeypatch):
     """Puts fakes in place of what the engine takes from pagedkv."""
+    monkeypatch.setattr(batch_sizes, "MOST_ROWS", 256)
     patch_engine(monkeypatch)
 
 
@@ -243,7 +286,8 @@ def test_no_step_reads_a_page_that_is_given_away(late, seed):
     expected = [
         "late operation", "late free", "graph", "copy on write", "fork", "same batch", "swap in", "swap out",
         "recompute", "eviction", "prefix hit", "waited for a prefix", "stop", "length", "error", "one step too many",
-        "interrupt", "abort with steps in flight", "restart with steps in flight",
+        "interrupt", "abort with steps in flight", "restart with steps in flight", "right guess", "wrong guess",
+        "guesses beside a prompt",
     ]  # fmt: skip
     assert [name for name in expected if happened[name] < 10] == [], happened
 

@@ -178,9 +178,10 @@ ORDER = (
     "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
     "pagedkv.torch", "pagedkv.parallel", "pagedkv.models",
     "pagedkv.engine.structured_outputs", "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request",
+    "pagedkv.engine.speculative_config",
     "pagedkv.engine.options", "pagedkv.engine.traffic", "pagedkv.engine.outputs", "pagedkv.engine.text",
     "pagedkv.engine.scheduling", "pagedkv.engine.sampling", "pagedkv.engine.cache", "pagedkv.engine.runner",
-    "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.replicas", "pagedkv.compat", "pagedkv.integrations",
+    "pagedkv.engine.speculation", "pagedkv.engine.requests", "pagedkv.engine", "pagedkv.replicas", "pagedkv.compat", "pagedkv.integrations",
     "pagedkv.serve", "pagedkv.cli", "pagedkv",
 )  # fmt: skip
 # These show names of modules that stand below, and import them when a name is used first.

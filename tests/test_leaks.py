@@ -215,3 +215,20 @@ def wrong():
 check('elastic', make, shared=[pagedkv.ops.ElasticBuffer])
 check('elastic errors', wrong, shared=[pagedkv.ops.ElasticBuffer])
 """)
+
+
+def test_suffix_index():
+    run("""
+def make():
+    index = pagedkv.ops.SuffixIndex(1000)
+    last = index.append(0, list(range(50)) * 3, 7)
+    index.propose(last, 9)
+def wrong():
+    fails(pagedkv.ops.SuffixIndex, 0)
+    index = pagedkv.ops.SuffixIndex(10)
+    fails(index.append, 0, [1, -1])
+    fails(index.append, 0, 1)
+    fails(index.propose, 0, 5000)
+check('suffix index', make, shared=[pagedkv.ops.SuffixIndex])
+check('suffix index errors', wrong, shared=[pagedkv.ops.SuffixIndex])
+""")

@@ -89,7 +89,7 @@ def test_ops_come_at_first_use():
 
 def test_types_are_found_where_they_say():
     types = [getattr(_C, name) for name in COMPILED if inspect.isclass(getattr(_C, name))]
-    assert {t.__name__ for t in types if t.__module__ == "pagedkv.ops"} == {"Communicator", "ElasticBuffer", "GroupError", "Step"}
+    assert {t.__name__ for t in types if t.__module__ == "pagedkv.ops"} == {"Communicator", "ElasticBuffer", "GroupError", "Step", "SuffixIndex"}
     for each in types:
         assert pickle.loads(pickle.dumps(each)) is each
 

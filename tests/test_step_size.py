@@ -17,6 +17,7 @@ from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.batch_sizes import batch_sizes
 from pagedkv.engine.runner.model_runner import GRAPH_BYTES
+from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.registry import load_model, read_spec
 
@@ -167,7 +168,7 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
     monkeypatch.setattr(plan, "ModelRunner", make_runner)
     with pytest.raises(Asked) as asked:
         where = {"device": "cuda:1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
-        parts.build(folder, read_spec(folder), EngineOptions(), **where, owner="LLM")
+        parts.build(folder, read_spec(folder), EngineOptions(), tokenizer=Tokenizer(folder), **where, owner="LLM")
     assert asked.value.args == ("cuda:1", *expected)
 
 

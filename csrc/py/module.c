@@ -85,7 +85,8 @@ static int module_exec(PyObject *module)
     if (!(state->tensor_type = py_tensor_type(module))) return -1;
     if (PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type) < 0) return -1;
     if (add_block_manager(module, state) < 0 || py_add_stream_type(module) < 0 || py_add_event_type(module) < 0 ||
-        py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0 || py_add_comm_type(module) < 0)
+        py_add_graph_type(module) < 0 || py_add_elastic_type(module) < 0 || py_add_comm_type(module) < 0 ||
+        py_add_suffix_type(module) < 0)
         return -1;
     if (add_functions(module, state, operations) < 0) return -1;
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)

@@ -13,6 +13,7 @@
  *   order.c               queues of work, and who wrote a memory last
  *   elastic.c             ElasticBuffer: memory that grows and shrinks in place
  *   communicator.c        Communicator: this process as a rank of a group
+ *   suffix_index.c        SuffixIndex: what followed the last tokens of a text before
  *   stream.c              Stream, and which one a thread works on; event.c graph.c: Event, Graph
  *   gil.c lock.c          letting other threads run; mutexes that fork() finds free
  *   block_manager_*.c     pagedkv.BlockManager, see block_manager_py.h
@@ -56,7 +57,8 @@
     X(BlockManager_block_table) X(BlockManager_token_ids) X(BlockManager_num_tokens) X(BlockManager_num_computed) \
     X(BlockManager_allocate_batch) X(BlockManager_append_batch) X(BlockManager_reserve_batch)                     \
     X(BlockManager_commit_batch) X(BlockManager_free_batch) X(BlockManager_prepare) X(BlockManager_resize)        \
-    X(BlockManager_explain) X(BlockManager_import_cache) X(Communicator) X(Communicator_abort)
+    X(BlockManager_explain) X(BlockManager_import_cache) X(Communicator) X(Communicator_abort)                     \
+    X(SuffixIndex) X(SuffixIndex_append) X(SuffixIndex_propose)
 /* clang-format on */
 
 enum {
@@ -92,11 +94,12 @@ typedef struct {
 } py_known_type;
 #define PY_MAX_KNOWN_TYPES 16
 
-enum { PY_NUM_OBJECTS = 16 };
+enum { PY_NUM_OBJECTS = 17 };
 typedef struct {
     union {
         struct {
-            PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type, *comm_type;
+            PyTypeObject *tensor_type, *step_type, *stream_type, *event_type, *graph_type, *elastic_type, *comm_type,
+                *suffix_type;
             PyObject *out_of_blocks, *cuda_error, *group_error;
             PyObject *str_dlpack, *str_dlpack_device, *str_exchange_api, *str_requires_grad, *str_cuda_stream,
                 *str_is_neg;
@@ -128,6 +131,7 @@ int py_add_event_type(PyObject *module);
 int py_add_graph_type(PyObject *module);
 int py_add_elastic_type(PyObject *module);
 int py_add_comm_type(PyObject *module);
+int py_add_suffix_type(PyObject *module);
 /* The module's functions, by file. */
 extern PyMethodDef py_tensor_functions[], py_runtime_functions[], py_array_functions[];
 

@@ -27,6 +27,10 @@ from .runner.batch_sizes import batch_sizes_of
 from .runner.plan import RunnerPlan, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
+from .speculation.draft_model import make_draft_model, plan_of_draft
+from .speculation.drafter import Drafter
+from .speculation.speculation import Speculation
+from .speculation.suffix import SuffixDrafter
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +53,15 @@ def read_default_params(folder: Path) -> SamplingParams:
 
 
 def build(
-    folder: Path, spec: Spec, options: EngineOptions, *, device: str, dtype: str, kv_cache_dtype: str, owner: str
+    folder: Path,
+    spec: Spec,
+    options: EngineOptions,
+    *,
+    tokenizer: Tokenizer,
+    device: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    owner: str,
 ) -> tuple[EngineCore, AdapterStore | None, dict[str, int], Callable[[], dict[str, str]]]:
     """The core of an engine, ready to serve; where its requests may have adapters, these; of a GPU, bytes by use; and
     what a saved cache must agree with, for which the first call reads all weights. `owner` is what messages call the
@@ -63,6 +75,7 @@ def build(
     memory = _MemoryCount(device)
     start = time.perf_counter()
     lora = LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None
+    speculation = options.speculation
     of_rank = spec if num_ranks == 1 else spec.shard(0, num_ranks)  # raises where it cannot be split
     plan = RunnerPlan(
         folder=folder, spec=spec, is_dummy=options.load_format == "dummy", dtype=dtype, kv_cache_dtype=kv_cache_dtype,
@@ -70,19 +83,28 @@ def build(
         max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len, lora=lora,
         batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
         batch_invariant=options.batch_invariant,
+        max_guesses=0 if speculation is None else speculation.num_speculative_tokens,
     )  # fmt: skip
+    draft_plan = None if speculation is None else plan_of_draft(speculation, plan, tokenizer)
     runner, checkpoint = plan.make() if num_ranks == 1 else plan.make_all()
     try:
         adapters = None if lora is None else _adapter_store(spec, runner.model, lora, dtype)
         logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
         memory.count("weights and buffers")
+        draft = None if draft_plan is None else draft_plan.make()[0]
+        if draft is not None:
+            memory.count("draft model")
         if device != "cpu":
             runner.on_all("tune")  # which takes each rank as long as it takes
             runner.on_all("warm_up")
+            if draft is not None:
+                draft.tune()
+                draft.warm_up()
             memory.count("workspaces")
         if num_blocks is None:
             share = options.gpu_memory_utilization
-            num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
+            affordable = runner.on_all("affordable_blocks", share, *([] if draft is None else [draft]))
+            num_blocks = checked_blocks(min(affordable), share, bytes_per_page)
         manager = BlockManager(
             num_blocks,
             options.block_size,
@@ -92,8 +114,14 @@ def build(
         )
         runner.allocate(manager)
         memory.count("pool")
+        drafter: Drafter | None = None if speculation is None else SuffixDrafter()
+        if draft is not None and draft_plan is not None:
+            drafter = make_draft_model(draft, draft_plan.max_model_len, num_blocks)
+            memory.count("pool of the draft model")
         if device != "cpu":
             runner.on_all("capture_decodes")
+            if draft is not None:
+                draft.capture_decodes()
             memory.count("graphs")
     except BaseException:
         runner.close()
@@ -104,6 +132,7 @@ def build(
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_loras=0 if lora is None else lora.num_slots,
+        max_num_rows=runner.max_num_rows,
     )
 
     @cache
@@ -116,7 +145,10 @@ def build(
             "block_size": str(options.block_size),
         } | ({"batch_invariant": "True"} if options.batch_invariant else {})
 
-    return EngineCore(runner, scheduler, owner), adapters, memory.by_name, identity
+    guesser = None
+    if drafter is not None:
+        guesser = Speculation(drafter, plan.max_guesses, runner.max_num_rows)
+    return EngineCore(runner, scheduler, owner, guesser), adapters, memory.by_name, identity
 
 
 def _adapter_store(spec: Spec, model: Any, size: LoraSize, dtype: str) -> AdapterStore:

@@ -28,7 +28,7 @@ from .requests.book import RequestBook
 from .requests.fault_search import FaultSearch
 from .requests.request import Request
 from .runner.model_runner import ModelRunner
-from .runner.pipeline import Pipeline
+from .runner.pipeline import Guesser, Pipeline
 from .scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -45,11 +45,13 @@ class EngineCore(Holds):
         owner: the name of the engine's class, for messages
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, owner: str) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, owner: str, guesser: Guesser | None = None
+    ) -> None:
         self.runner: ModelRunner | None = runner  # None: closed
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)
-        self._owner = owner
+        self._owner, self._guesser = owner, guesser
         self.holds = set()
         self._faults: FaultSearch | None = None  # after a step that failed, until its request is found
         self._pipeline = self._new_pipeline(runner)
@@ -275,6 +277,8 @@ class EngineCore(Holds):
         """Forgets the steps on their way, and queues the requests that may run: all, or those of the fault search."""
         if self.runner is not None:
             self.runner.forget()
+            if self._guesser is not None:
+                self._guesser.forget()
             self._pipeline = self._new_pipeline(self.runner)
             group = None if self._faults is None else self._faults.next_group()
             if group is None:
@@ -282,14 +286,14 @@ class EngineCore(Holds):
             self.book.restart(group)
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
-        return Pipeline(runner, self.scheduler, self.counters, self.book.process_step)
+        return Pipeline(runner, self.scheduler, self.counters, self.book.process_step, self._guesser)
 
     def _close(self) -> None:
         with self._lock:  # what comes later is refused, and what came before is done now
             self._is_closed = True
         assert self.runner is not None, "it is closed once"
         self.runner.close()
-        self.runner = None
+        self.runner = self._guesser = None
         self.book.close()
         self.take_messages()
         self._end_waits(list(self._waits), self._closed())

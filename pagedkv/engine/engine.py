@@ -70,7 +70,7 @@ class Engine(Control):
         self.dtype = self.config.dtype if checked.dtype == "auto" else checked.dtype
         self.kv_cache_dtype = KV_CACHE_DTYPES[checked.kv_cache_dtype] or self.dtype
         self._core, self._adapters, self.memory, self._identity = build(
-            self.folder, self.config, checked, device=self.device, dtype=self.dtype,
+            self.folder, self.config, checked, tokenizer=self.tokenizer, device=self.device, dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype, owner=type(self).__name__,
         )  # fmt: skip
         self._book, self.counters, self.scheduler = self._core.book, self._core.counters, self._core.scheduler

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedkv import Stream, ops
 from pagedkv.checks import check_float, check_int
 from pagedkv.models import DTYPES
+
+from .speculative_config import SpeculativeConfig
 
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn"}
 CHOICES = {
@@ -69,6 +72,11 @@ class EngineOptions:
         tensor_parallel_size: ranks: processes with a GPU each, the first of which is this process's, that have a share
             of the weights and of the KV cache each, and compute every step together: see docs/parallel.md
         logprobs_mode: "raw_logprobs": log probabilities are those before temperature, penalties, filters and masks
+        speculative_config: who guesses the next tokens of requests, so that one step gives several of them; guesses
+            that are wrong cost a little time, and none changes an answer. A dict, or JSON of one: "method": "suffix"
+            (what followed the last tokens before: in the prompt, the answer or earlier requests) or "draft_model" (a
+            smaller model of the same vocabulary); "model": that one's folder or name; "num_speculative_tokens": the
+            most guesses of a request in a step, 7 by default. See docs/engine.md
         seed: starts the generator of seeds for requests without one; None: the operating system's randomness
     """
 
@@ -95,6 +103,7 @@ class EngineOptions:
     max_lora_rank: int | None = None
     tensor_parallel_size: int = 1
     logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
+    speculative_config: Mapping[str, Any] | str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -121,12 +130,21 @@ class EngineOptions:
         for name in ("max_loras", "max_lora_rank"):
             if getattr(self, name) is not None and not self.enable_lora:
                 raise ValueError(f"{name} is {getattr(self, name)} but enable_lora is False")
+        if self.speculation is not None and self.speculation.model is not None and self.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                "speculative_config has the method 'draft_model' and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: a draft model has one GPU"
+            )
         num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
         if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {num_tokens} but must be at least max_num_seqs={num_seqs}: every sequence "
                 "that runs may decode a token in a step"
             )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
 
 def describe(cls: type, indent: int = 0) -> str:

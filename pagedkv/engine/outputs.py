@@ -111,6 +111,9 @@ class EngineCounters:
     decode_tokens: int = 0  # tokens sampled in the other steps
     decode_seconds: float = 0.0
     host_seconds: float = 0.0  # of the host: planning steps and taking results, without launches and waits
+    num_drafts: int = 0  # speculation: how often a request had guesses in a step, ...
+    num_draft_tokens: int = 0  # ... all guesses, ...
+    num_accepted_tokens: int = 0  # ... and those that were right
     peak_used_blocks: int = 0
     peak_shared_blocks: int = 0  # pages that two or more sequences used at once
 

@@ -149,13 +149,13 @@ class RequestBook:
     def process_step(self, step: Step, finished: list[Sequence]) -> None:
         """After every step: sends the callers what is new."""
         new = list(finished)
-        self._count(step, len(finished))
+        self._count(step)
         for seq in finished:
             seq.request.num_ended += 1
             self._add_times(seq)
         if self._num_streamed:
             new += [
-                seq for seq in step.receivers
+                seq for seq in (dict.fromkeys(step.receivers) if step.guesses else step.receivers)
                 if seq.request.is_streamed and seq.finish_reason is None and len(seq.new_tokens) > seq.num_sent
             ]  # fmt: skip
         together: dict[Request, list[Sequence]] = {}  # answers of one request
@@ -167,12 +167,11 @@ class RequestBook:
         for request, sequences in together.items():
             self._send(request, sequences)
 
-    def _count(self, step: Step, num_finished: int) -> None:
+    def _count(self, step: Step) -> None:
         """A sequence that decodes has had its last token in the step before."""
         traffic, now = self._traffic, time.perf_counter()
         traffic.step_tokens.add(step.num_tokens)
-        num_new = num_finished + sum(seq.finish_reason is None for seq in step.receivers)
-        firsts = step.receivers[step.num_decodes :]
+        num_new, firsts = step.num_new, step.receivers[step.num_decoded :]
         for seq in firsts:
             # Not one that comes again after a preemption.
             if seq.index == 0 and len(seq.new_tokens) == 1 and seq.first_token_time is not None:
@@ -180,7 +179,10 @@ class RequestBook:
                 traffic.first_token.add(seq.first_token_time - seq.start_time)
                 traffic.queue.add((seq.first_scheduled_time or seq.start_time) - seq.start_time)
         traffic.new_tokens += num_new
-        traffic.between_tokens.add(now - self._last_step_time, max(num_new - len(firsts), 0))
+        num_decoded = max(num_new - len(firsts), 0)  # of these, tokens after a right guess come with the one before
+        num_guessed = max(num_decoded - step.num_decodes, 0)
+        traffic.between_tokens.add(now - self._last_step_time, num_decoded - num_guessed)
+        traffic.between_tokens.add(0.0, num_guessed)
         self._last_step_time = now
 
     def _add_times(self, seq: Sequence) -> None:

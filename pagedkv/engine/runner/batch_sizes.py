@@ -28,3 +28,20 @@ def filling_sizes(device: str, num_kv_heads: int) -> list[int]:
     longer on 132 multiprocessors (benchmarks/lab/decode/NOTES.md, #112).
     """
     return [ops.num_multiprocessors(device) * ctas // num_kv_heads for ctas in (1, 2, 4)]
+
+
+MOST_ROWS = 256  # that are sampled in a step with guesses, unless more sequences run: their logits take memory
+
+
+def max_rows(max_num_seqs: int, max_num_batched_tokens: int, max_guesses: int) -> int:
+    """Tokens sampled in a step with up to so many guesses for each sequence."""
+    with_guesses = min(max_num_seqs * (1 + max_guesses), max_num_batched_tokens, MOST_ROWS)
+    return max(max_num_seqs, with_guesses)
+
+
+def row_sizes(device: str, most: int) -> list[int]:
+    """Those that the tokens of a step that only decodes, with guesses, are padded to."""
+    if device == "cpu":
+        return list(range(1, most + 1))
+    sizes = {2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192}
+    return sorted(size for size in sizes if size < most) + [most]

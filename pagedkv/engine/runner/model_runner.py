@@ -13,8 +13,8 @@ after it.
 
 A step that only decodes is padded to the next of some batch sizes, each of which has a graph from the embedding to the
 sampled token. A padding row has no keys and writes none. Steps whose rows ask for more than a temperature and a seed
-have a graph that ends with the logits, and steps with adapters have graphs of their own; these are captured after the
-first such step of their size.
+have a graph that ends with the logits, and steps with adapters and steps with guesses have graphs of their own; these
+are captured after the first such step of their size.
 
 Of several ranks each has a runner. The first one's decides and packs: it tells the others (`team`) what it is about to
 do on its device, as bytes, and then does it. Theirs do the same (see rank.py).
@@ -44,12 +44,14 @@ from pagedkv.progress import progress_bar
 from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
-from .batch_sizes import batch_sizes_of
+from .batch_sizes import batch_sizes_of, max_rows, row_sizes
 from .step_memory import StepMemory
 from .weights import RunnerWeights
 
 GRAPH_BYTES = 8 << 20  # the most device memory that two graphs of a batch size take: see ModelRunner.graphs
 SCRATCH_BYTES = 36 << 20  # what all graphs share: a piece of scratch memory (csrc/cuda/scratch.cu)
+
+Key = tuple[int, int, bool, bool]  # of a graph: see _key()
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +72,15 @@ class ModelRunner:
         max_model_len: int,
         enforce_eager: bool = False,
         has_adapters: bool = False,
+        max_guesses: int = 0,
         sizes: Sequence[int] | None = None,
         comm: Communicator | None = None,
         team: Team | None = None,
         places: Places | None = None,
     ) -> None:
-        """sizes: batch_sizes, which all ranks must have alike; None: those that suit the device. comm: of the ranks
-        that have a share of the model each; team: on the first of them, the others. places: of the model's weights;
-        None: these stay as they are."""
+        """max_guesses: of a sequence in a step. sizes: batch_sizes, which all ranks must have alike; None: those that
+        suit the device. comm: of the ranks that have a share of the model each; team: on the first of them, the others.
+        places: of the model's weights; None: these stay as they are."""
         self.spec, self.model, self.device = spec, model, device
         self.comm, self.team = comm, team
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
@@ -86,23 +89,27 @@ class ModelRunner:
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.turn = 0
         self.weights = RunnerWeights(places or Places(device, "float32"), device, self.stream)
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)
         self.plans = model.allocate_plans(max_num_batched_tokens, max_num_seqs) if self.is_gpu else {}
+        self.max_num_rows = max_rows(max_num_seqs, max_num_batched_tokens, max_guesses)
         self.sampler = Sampler(
-            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            is_shared=comm is not None,
+            model, spec.vocab_size, device, max_num_seqs=max_num_seqs, max_num_rows=self.max_num_rows,
+            max_model_len=max_model_len, is_shared=comm is not None,
         )  # fmt: skip
         self.batch_sizes = [*sizes] if sizes else batch_sizes_of(device, max_num_seqs, spec)
+        self._row_sizes = row_sizes(device, self.max_num_rows) if max_guesses else []
         self.memory = StepMemory(
             device, batch_sizes=self.batch_sizes, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, plans=self.plans, has_adapters=has_adapters,
+            row_sizes=self._row_sizes, most_queries=1 + max_guesses,
         )  # fmt: skip
-        # By batch size, and whether it ends with the logits and has adapters. They point to the arrays and to the pool.
-        self.graphs: dict[tuple[int, bool, bool], Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        # By the sizes of a step that only decodes, and whether it ends with the logits and has adapters. They point to
+        # the arrays and to the pool.
+        self.graphs: dict[Key, Graph] | None = {} if self.is_gpu and not enforce_eager else None
         if comm is not None:
-            self._gathered_tokens = empty((1, comm.size * max_num_seqs), "float32", device)
+            self._gathered_tokens = empty((1, comm.size * self.max_num_rows), "float32", device)
         self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
 
     # --- before the first step
@@ -110,8 +117,8 @@ class ModelRunner:
     def tune(self) -> None:
         """Chooses algorithms."""
         start = time.perf_counter()
-        sizes = [*self.batch_sizes, self._max_num_batched_tokens]  # most steps with prompts are full
-        self.model.tune(sizes, self.batch_sizes)
+        sizes = sorted({*self.batch_sizes, *self._row_sizes})
+        self.model.tune([*sizes, self.max_num_batched_tokens], sizes)  # most steps with prompts are full
         logger.info("algorithms of matrix products were chosen in %.1f s", time.perf_counter() - start)
 
     def warm_up(self) -> None:
@@ -127,13 +134,20 @@ class ModelRunner:
         ops.synchronize(self.device)
         self.caches.layers = []
 
-    def affordable_blocks(self, utilization: float) -> int:
-        """The pages that a pool may have, so that with the graphs to come this share of the GPU's memory is in use."""
+    def affordable_blocks(self, utilization: float, draft: ModelRunner | None = None) -> int:
+        """The pages that a pool, and another of as many pages, may have, so that with the graphs to come this share of
+        the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
+        runners = [self] if draft is None else [self, draft]
+        affordable = int(total * utilization) - (total - free) - sum(each.bytes_to_come for each in runners)
+        return affordable // sum(each.caches.page_bytes for each in runners)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Of a GPU's memory, beside the pool."""
         num_graphs = len(self.batch_sizes) * (2 if self.has_adapters else 1)
         of_graphs = 0 if self.graphs is None else num_graphs * GRAPH_BYTES + SCRATCH_BYTES
-        affordable = int(total * utilization) - (total - free) - of_graphs - self.caches.rounding_bytes
-        return affordable // self.caches.page_bytes
+        return of_graphs + self.caches.rounding_bytes
 
     def allocate(self, manager: BlockManager) -> None:
         """Makes the pool of the manager's pages."""
@@ -194,7 +208,7 @@ class ModelRunner:
             finally:
                 if event is not None:
                     event.record()  # after an error, too: what was launched of the step reads the arrays of this turn
-            self.capture_missing(batch, step.only_decodes)
+            step.is_measurable = not self.capture_missing(batch, step.only_decodes)
         step.event = event
 
     def next_turn(self) -> Event | None:
@@ -255,10 +269,13 @@ class ModelRunner:
             self._compute(batch)
         return self._hidden
 
-    def capture_missing(self, batch: Batch, only_decodes: bool) -> None:
-        """Captures the graph of a step that has run without one, for the next; the GPU has this one to compute."""
-        if self.graphs is not None and only_decodes and _key(batch) not in self.graphs:
+    def capture_missing(self, batch: Batch, only_decodes: bool) -> bool:
+        """Captures the graph of a step that has run without one, for the next; the GPU has this one to compute. Returns
+        whether it did."""
+        is_missing = self.graphs is not None and only_decodes and _key(batch) not in self.graphs
+        if is_missing:
             self._capture(batch)
+        return is_missing
 
     def run(self, batch: Batch) -> None:
         """Computes the step up to its tokens."""
@@ -352,5 +369,6 @@ class ModelRunner:
             self.comm.close()
 
 
-def _key(batch: Batch) -> tuple[int, bool, bool]:
-    return len(batch.token_ids), batch.needs_logits, batch.has_adapters
+def _key(batch: Batch) -> Key:
+    num_seqs = 0 if batch.cu_seqlens_q is None else len(batch.context_lens)  # 0: there are no guesses
+    return len(batch.token_ids), num_seqs, batch.needs_logits, batch.has_adapters

@@ -6,19 +6,40 @@ next.
         pipeline.collect()         # the tokens of the step before, or of this one where the host is not behind
 
 Sequences may be added to the scheduler, and forgotten, between any two of these.
+
+A step with guesses is planned once all tokens are known, and its own are collected before the next one is planned. So
+the host waits for the device there, and a Guesser says when that pays. All other steps go on as above.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from ..outputs import EngineCounters
+from ..scheduling.guesses import NO_GUESSES
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .model_runner import ModelRunner
+
+
+class Guesser(Protocol):
+    """Guesses tokens, which the next step checks (see Step)."""
+
+    def pays(self, running: list[Sequence]) -> bool:
+        """Whether the next step had better have guesses, as far as is known before the steps on their way are done."""
+
+    def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
+        """For Scheduler.schedule(). No step is on its way."""
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """Its tokens are in its sequences, so many seconds after those of the step before."""
+
+    def forget(self) -> None:
+        """An error has lost the steps on their way."""
 
 
 class Pipeline:
@@ -33,7 +54,9 @@ class Pipeline:
         scheduler: Scheduler,
         counters: EngineCounters,
         process: Callable[[Step, list[Sequence]], None] = lambda step, finished: None,
+        guesser: Guesser | None = None,
     ) -> None:
+        self.guesser = guesser
         self.runner, self.scheduler, self.counters, self._process = runner, scheduler, counters, process
         self.in_flight: deque[Step] = deque()
         self._has_launched = False
@@ -53,8 +76,9 @@ class Pipeline:
             raise
 
     def _launch(self) -> None:
+        guesses = self._guesses()
         start = time.perf_counter()
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(guesses)
         scheduled = launched = time.perf_counter()
         self._has_launched = bool(step.sequences)
         if self._has_launched:
@@ -77,9 +101,20 @@ class Pipeline:
             counters.peak_shared_blocks = max(counters.peak_shared_blocks, manager.num_shared_blocks)
         self.counters.host_seconds += time.perf_counter() - launched + scheduled - start
 
+    def _guesses(self) -> Mapping[int, list[int]]:
+        running = self.scheduler.queues.running
+        if self.guesser is None or not self.guesser.pays(running):
+            return NO_GUESSES
+        while self.in_flight:
+            self._collect()
+        return self.guesser.guess(self.scheduler.queues.running)
+
     def collect(self) -> None:
         """Collects the tokens of a step, if there is one whose tokens are due, and waits for them."""
-        if self.in_flight and not (self._has_launched and len(self.in_flight) <= self.runner.num_behind):
+        if not self.in_flight:
+            return
+        num_behind = 0 if self.in_flight[-1].guesses else self.runner.num_behind
+        if not (self._has_launched and len(self.in_flight) <= num_behind):
             self._collect()
 
     def drain(self) -> None:
@@ -89,12 +124,15 @@ class Pipeline:
 
     def _collect(self) -> None:
         step = self.in_flight.popleft()
-        tokens = step.tokens()
+        sampled = step.tokens()
         now = time.perf_counter()
+        tokens = step.accept(sampled)
         step.report()
         finished = self.scheduler.update(step, tokens, now)
-        self._count(step, now - self._last_collect)
-        self._last_collect = now
+        seconds, self._last_collect = now - self._last_collect, now
+        self._count(step, seconds)
+        if self.guesser is not None:
+            self.guesser.learn(step, seconds)
         self._process(step, finished)
         self.counters.host_seconds += time.perf_counter() - now
 
@@ -102,8 +140,11 @@ class Pipeline:
         """`seconds` since the tokens of the step before arrived."""
         counters = self.counters
         counters.num_steps += 1
+        counters.num_drafts += sum(map(bool, step.guesses))
+        counters.num_draft_tokens += step.num_decode_tokens - step.num_decodes
+        counters.num_accepted_tokens += sum(step.accepted)
         if step.only_decodes:
-            counters.decode_tokens += step.num_decodes
+            counters.decode_tokens += step.num_decoded
             counters.decode_seconds += seconds
         else:
             counters.prefill_tokens += sum(step.lengths[step.num_decodes :])

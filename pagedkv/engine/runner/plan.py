@@ -17,6 +17,7 @@ from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.team import Team
 from pagedkv.parallel.watch import OF_GROUP, STEP_SECONDS
 
+from .batch_sizes import max_rows
 from .model_runner import ModelRunner
 from .step_memory import StepMemory
 
@@ -42,6 +43,7 @@ class RunnerPlan:
     enforce_eager: bool
     lora: LoraSize | None
     batch_invariant: bool
+    max_guesses: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +65,7 @@ class RunnerPlan:
             spec, model, kv_cache_dtype=self.kv_cache_dtype, device=device, block_size=self.block_size,
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len, enforce_eager=self.enforce_eager, has_adapters=self.lora is not None,
-            sizes=self.batch_sizes, comm=comm, team=team, places=places,
+            max_guesses=self.max_guesses, sizes=self.batch_sizes, comm=comm, team=team, places=places,
         )  # fmt: skip
         return runner, checkpoint
 
@@ -72,7 +74,8 @@ class RunnerPlan:
         for rank in range(self.num_ranks):
             self.spec.shard(rank, self.num_ranks)  # raises for what cannot be split
         is_cpu = self.devices[0] == "cpu"
-        most = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.block_size
+        num_rows = max_rows(self.max_num_seqs, self.max_num_batched_tokens, self.max_guesses)
+        most = self.max_num_seqs, num_rows, self.max_num_batched_tokens, self.max_model_len, self.block_size
         threads = max(1, ops.get_num_threads() // self.num_ranks) if is_cpu else None
         team = Team(RANK, self.num_ranks, StepMemory.most_bytes(*most), threads)
         try:

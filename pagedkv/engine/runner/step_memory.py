@@ -24,11 +24,12 @@ NO_TABLE = np.empty((0, 0), np.int32)
 class StepHeader(NamedTuple):
     """What is to be known of a step besides its arrays, in integers."""
 
-    num_tokens: int  # of a step that only decodes: sequences, padding among them
-    num_seqs: int
+    num_tokens: int  # of a step that only decodes with padding, and so are its ...
+    num_seqs: int  # ... sequences
     num_rows: int  # that are sampled; no padding
     max_seqlen_q: int
     only_decodes: bool
+    has_guesses: bool
     needs_logits: bool
     has_adapters: bool
     keeps_hidden: bool  # whether all its hidden states are computed, for the prompts' own tokens
@@ -40,7 +41,7 @@ class StepHeader(NamedTuple):
     def of(cls, fields: SequenceOf[int]) -> StepHeader:
         """Of the integers of one, and what follows them."""
         header = cls._make(fields[: len(cls._fields)])
-        names = "only_decodes", "needs_logits", "has_adapters", "keeps_hidden"
+        names = "only_decodes", "has_guesses", "needs_logits", "has_adapters", "keeps_hidden"
         return header._replace(**{name: bool(getattr(header, name)) for name in names})
 
 
@@ -49,6 +50,8 @@ class StepMemory:
 
     Args:
         batch_sizes: of steps that only decode, in order; a step is padded to the next one
+        row_sizes: the same of the tokens of a step that only decodes, with guesses
+        most_queries: tokens of a decode in it, at most
         plans: see Model.allocate_plans
         has_adapters: whether there is an adapter's slot for each token
     """
@@ -63,19 +66,23 @@ class StepMemory:
         max_model_len: int,
         plans: dict[tuple[int, int], Tensor],
         has_adapters: bool = False,
+        row_sizes: SequenceOf[int] = (),
+        most_queries: int = 1,
     ) -> None:
         self._device, self._is_gpu = device, device != "cpu"
         self._has_adapters = has_adapters
         self._batch_sizes, self._max_num_batched_tokens, self._plans = batch_sizes, max_num_batched_tokens, plans
+        self._row_sizes, self._most_queries = row_sizes, most_queries
         max_num_seqs = batch_sizes[-1]
-        num_bytes = 4 * (4 * max_num_batched_tokens + 9 * max_num_seqs) + 12 * ALIGN
+        max_num_rows = max([max_num_seqs, *row_sizes[-1:]])
+        num_bytes = self._array_bytes(max_num_rows, max_num_batched_tokens)
         self._host = [ops.empty(num_bytes, "uint8", pinned=self._is_gpu) for _ in range(2)]
         if not self._is_gpu:
             self._host[1] = self._host[0]
         self._there = ops.empty(num_bytes, "uint8", device) if self._is_gpu else self._host[0]
-        # By batch size: the host's arrays in turn, and the device's.
-        self._decodes: dict[int, tuple[list[Batch], Batch]] = {}
-        self._temperatures, self._seeds = np.zeros(max_num_seqs, np.float32), np.zeros(max_num_seqs, np.int64)
+        # By batch size, and tokens where some are guesses: the host's arrays in turn, and the device's.
+        self._decodes: dict[tuple[int, int | None], tuple[list[Batch], Batch]] = {}
+        self._temperatures, self._seeds = np.zeros(max_num_rows, np.float32), np.zeros(max_num_rows, np.int64)
         if self._is_gpu:
             shape = max_num_seqs, -(-max_model_len // block_size)
             self._host_tables = [ops.empty(shape[0] * shape[1], "int32", pinned=True) for _ in range(2)]
@@ -84,9 +91,15 @@ class StepMemory:
         self._new_table = NO_TABLE  # of the step that was filled last
 
     @staticmethod
-    def most_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int) -> int:
+    def _array_bytes(max_num_rows: int, max_num_batched_tokens: int) -> int:
+        return 4 * (4 * max_num_batched_tokens + 9 * max_num_rows) + 12 * ALIGN
+
+    @staticmethod
+    def most_bytes(
+        max_num_seqs: int, max_num_rows: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+    ) -> int:
         """Of a step's arrays and block tables."""
-        arrays = 4 * (4 * max_num_batched_tokens + 9 * max_num_seqs) + 12 * ALIGN
+        arrays = StepMemory._array_bytes(max_num_rows, max_num_batched_tokens)
         return arrays + 4 * max_num_seqs * -(-max_model_len // block_size)
 
     def fill(
@@ -95,16 +108,25 @@ class StepMemory:
         """Fills the step's arrays, which upload() brings to the device. `arrays` are what BlockManager.prepare()
         returns for it."""
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
+        has_guesses, max_seqlen_q = bool(step.guesses), arrays.max_seqlen_q
         if step.only_decodes:
-            size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
-            num_tokens, host = size, self._decode_arrays(size)[0][turn]
-            pad(host, num_seqs)
+            num_tokens = size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+            if has_guesses:
+                num_tokens = self._row_sizes[bisect_left(self._row_sizes, num_rows)]
+                max_seqlen_q = self._most_queries
+            host = self._decode_arrays(size, num_tokens if has_guesses else None)[0][turn]
+            pad(host, num_seqs, num_rows)
         else:
             size, num_tokens = num_seqs, len(arrays.positions)
             host = self._arrays(self._host[turn].numpy(), num_tokens, num_seqs, num_rows)
-            host.cu_seqlens_q[:] = arrays.cu_seqlens_q
-            host.last_tokens[:] = arrays.cu_seqlens_q[1:][step.sampled] - 1
-            host.next_positions[:] = arrays.context_lens[step.sampled]
+            ends, end = step.sampled[step.num_decode_tokens :], step.num_decode_tokens
+            host.last_tokens[:end] = np.arange(end)
+            host.last_tokens[end:] = arrays.cu_seqlens_q[1:][ends] - 1
+            host.next_positions[end:] = arrays.context_lens[ends]
+        if host.cu_seqlens_q is not None:
+            host.cu_seqlens_q[: num_seqs + 1] = arrays.cu_seqlens_q
+            end = step.num_decode_tokens
+            host.next_positions[:end] = arrays.positions[:end] + 1
         self._write_tokens(step, host)
         host.positions[: len(arrays.positions)] = arrays.positions
         host.slot_mapping[: len(arrays.slot_mapping)] = arrays.slot_mapping
@@ -118,7 +140,7 @@ class StepMemory:
         tables = arrays.block_tables
         table_rows = len(tables) if self._stage_tables(tables) else 0
         return StepHeader(
-            num_tokens, size, num_rows, arrays.max_seqlen_q, step.only_decodes, needs_logits,
+            num_tokens, size, num_rows, max_seqlen_q, step.only_decodes, has_guesses, needs_logits,
             step.adapter_slots is not None, keeps_hidden, table_rows, tables.shape[1], host.num_bytes,
         )  # fmt: skip
 
@@ -135,7 +157,7 @@ class StepMemory:
     def upload(self, header: StepHeader, turn: int) -> Batch:
         """Starts the copy of the arrays of the step that was filled, or taken, and returns those of the device."""
         if header.only_decodes:
-            there = self._decode_arrays(header.num_seqs)[1]
+            there = self._decode_arrays(header.num_seqs, header.num_tokens if header.has_guesses else None)[1]
         else:
             there = self._arrays(self._there, header.num_tokens, header.num_seqs, header.num_rows)
         self._upload(there, turn)
@@ -154,10 +176,14 @@ class StepMemory:
 
     @staticmethod
     def _write_tokens(step: Step, host: Batch) -> None:
-        end = step.num_decodes
-        np.subtract(-1, step.sources, out=host.token_ids[:end])
-        if step.known:
-            host.token_ids[step.known] = [step.sequences[i].new_tokens[-1] for i in step.known]
+        end = step.num_decode_tokens
+        if step.guesses:
+            pairs = zip(step.sequences, step.guesses, strict=False)
+            host.token_ids[:end] = [token for seq, guesses in pairs for token in (seq.new_tokens[-1], *guesses)]
+        else:
+            np.subtract(-1, step.sources, out=host.token_ids[:end])
+            if step.known:
+                host.token_ids[step.known] = [step.sequences[i].new_tokens[-1] for i in step.known]
         for i in range(step.num_decodes, len(step.sequences)):
             start, length = step.starts[i], step.lengths[i]
             host.token_ids[end : end + length] = step.sequences[i].tokens[start : start + length]
@@ -167,7 +193,7 @@ class StepMemory:
         """On a GPU: a step of padding only."""
         hosts, there = self._decode_arrays(num_seqs)
         ops.synchronize(self._device)  # the host's arrays may still be read
-        pad(hosts[0], 0)
+        pad(hosts[0], 0, 0)
         self._upload(hosts[0], 0)
         there.block_tables = self._tables[:num_seqs]
         return there
@@ -186,19 +212,22 @@ class StepMemory:
         there.block_tables, there.max_seqlen_q = self._tables[:1], num_tokens
         return there
 
-    def _decode_arrays(self, size: int) -> tuple[list[Batch], Batch]:
-        if size not in self._decodes:
-            hosts = [self._arrays(memory.numpy(), None, size, size) for memory in self._host]
-            self._decodes[size] = hosts, self._arrays(self._there, None, size, size)
-        return self._decodes[size]
+    def _decode_arrays(self, size: int, num_tokens: int | None = None) -> tuple[list[Batch], Batch]:
+        """num_tokens: with guesses; None: there are none."""
+        key = size, num_tokens
+        if key not in self._decodes:
+            hosts = [self._arrays(memory.numpy(), num_tokens, size, None) for memory in self._host]
+            self._decodes[key] = hosts, self._arrays(self._there, num_tokens, size, None)
+        return self._decodes[key]
 
     def _arrays(
-        self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int
+        self, memory: np.ndarray | Tensor, num_tokens: int | None, num_seqs: int, num_rows: int | None
     ) -> Batch:
-        """Parts of the memory, which begins with them: one copy of it brings all to the device. num_tokens None: a step
-        that only decodes, one token per sequence, needs fewer arrays."""
-        end, is_decode = 0, num_tokens is None
+        """Parts of the memory, which begins with them: one copy of it brings all to the device. A step that only
+        decodes needs fewer arrays: num_rows None: a token is sampled after each; num_tokens None: one per sequence."""
+        end, is_decode, are_all_sampled = 0, num_tokens is None, num_rows is None
         num_tokens = num_seqs if num_tokens is None else num_tokens
+        num_rows = num_tokens if num_rows is None else num_rows
 
         def array(count: int, dtype: str = "int32") -> Any:
             nonlocal end
@@ -212,10 +241,11 @@ class StepMemory:
         context_lens = array(num_seqs)
         slots = array(num_tokens) if self._has_adapters else None
         # Of a decode the position of the next token is the length of the context.
-        cu_seqlens_q, last_tokens, next_positions = (
-            (None, None, context_lens) if is_decode else (array(num_seqs + 1), array(num_rows), array(num_rows))
+        cu_seqlens_q, next_positions = (
+            (None, context_lens) if is_decode else (array(num_seqs + 1), array(num_rows))
         )
-        row_slots = slots if is_decode or slots is None else array(num_rows)
+        last_tokens = None if are_all_sampled else array(num_rows)
+        row_slots = slots if are_all_sampled or slots is None else array(num_rows)
         return Batch(
             token_ids, positions, slot_mapping, NO_TABLE, context_lens, cu_seqlens_q, 1, self._plans, last_tokens,
             temperatures, seeds, next_positions, end, adapter_slots=slots, row_adapter_slots=row_slots,
@@ -255,10 +285,14 @@ class StepMemory:
         return tables[:, : header.table_columns]  # attention chooses its kernel by what the tables have room for
 
 
-def pad(arrays: Batch, num_seqs: int) -> None:
-    """Makes the decodes from num_seqs on padding: no keys, and nothing to write."""
-    for array in (arrays.token_ids, arrays.positions, arrays.context_lens, arrays.temperatures, arrays.seeds):
-        array[num_seqs:] = 0
-    arrays.slot_mapping[num_seqs:] = -1
+def pad(arrays: Batch, num_seqs: int, num_tokens: int) -> None:
+    """Makes decodes padding from num_seqs on, with tokens from num_tokens on: no keys, and nothing to write."""
+    arrays.context_lens[num_seqs:] = 0
+    for array in (arrays.token_ids, arrays.positions, arrays.temperatures, arrays.seeds):
+        array[num_tokens:] = 0
+    if arrays.cu_seqlens_q is not None:
+        arrays.cu_seqlens_q[num_seqs + 1 :] = num_tokens
+        arrays.next_positions[num_tokens:] = 0
+    arrays.slot_mapping[num_tokens:] = -1
     if arrays.adapter_slots is not None:
-        arrays.adapter_slots[num_seqs:] = -1
+        arrays.adapter_slots[num_tokens:] = -1

@@ -40,20 +40,21 @@ class Sampler:
     """
 
     def __init__(
-        self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_model_len: int,
+        self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_num_rows: int, max_model_len: int,
         is_shared: bool = False,
     ) -> None:  # fmt: skip
-        """is_shared: the vocabulary is divided among ranks, which would have to gather logits."""
+        """max_num_rows: at least max_num_seqs; is_shared: the vocabulary is divided among ranks, which would have to
+        gather logits."""
         self._model, self._device, self._max_num_seqs, self._is_shared = model, device, max_num_seqs, is_shared
-        self._vocab_size, self._max_model_len = vocab_size, max_model_len
-        self.logits = model.allocate_logits(max_num_seqs)
-        self.sampled = ops.empty(max_num_seqs, "int32", device)  # of the last launch, by row
+        self._vocab_size, self._max_model_len, self._max_num_rows = vocab_size, max_model_len, max_num_rows
+        self.logits = model.allocate_logits(max_num_rows)
+        self.sampled = ops.empty(max_num_rows, "int32", device)  # of the last launch, by row
         # Copies for the host, used in turn. The arrays are made now, because numpy() waits for what writes the memory.
-        self._known = [self._host_memory(max_num_seqs, "int32") for _ in range(2)]
+        self._known = [self._host_memory(max_num_rows, "int32") for _ in range(2)]
         self._known_arrays = [memory.numpy() for memory in self._known]
         self._num_rows: int | None = None  # the rows after them are padding; None: before the first step
         self._options: dict[str, Any] = {}  # of ops.sample: one number per row, except for counts
-        self._option_arrays = ops.empty(NUM_ARRAYS * max_num_seqs, "int32", device)
+        self._option_arrays = ops.empty(NUM_ARRAYS * max_num_rows, "int32", device)
         self._counts: Tensor | None = None  # made for the first request with penalties, because it is large
         self._slots: dict[int, int] = {}  # rows of the counts, by Sequence.id
         self._edits: LogitEdits | None = None
@@ -110,7 +111,8 @@ class Sampler:
     def _count(self, seq: Sequence) -> None:
         if self._counts is None:
             self._token_ids = ops.empty(self._max_model_len, "int32", self._device)
-            self._counts = ops.empty(self.logits.shape, "int32", self._device)  # last: there may be no memory
+            shape = self._max_num_seqs, self._vocab_size
+            self._counts = ops.empty(shape, "int32", self._device)  # last: there may be no memory
         tokens = np.asarray(seq.tokens)
         ids = self._token_ids[: len(tokens)].copy_(tokens)
         end = seq.num_prompt_tokens
@@ -189,7 +191,7 @@ class Sampler:
         if self._num_logprobs is None or not num_rows:
             return None
         if not self._best:
-            size = self._max_num_seqs * (1 + MAX_LOGPROBS)
+            size = self._max_num_rows * (1 + MAX_LOGPROBS)
             of_device = [ops.empty(size, dtype, self._device) for dtype in ("int32", "float32")]
             of_host = [[self._host_memory(size, dtype) for dtype in ("int32", "float32")] for _ in range(2)]
             self._best_arrays = [[memory.numpy() for memory in pair] for pair in of_host]

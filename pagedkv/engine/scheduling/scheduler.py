@@ -13,6 +13,10 @@ Steps must run in the order of their launch: pages that a step reads may be give
 because a step that writes them runs after it. A sequence whose last token is being sampled frees its pages at the next
 schedule(). A sequence that ends with a token which the host learns late is in one step too many; that token is dropped.
 
+A step may guess tokens (see Step). Then the tokens of all steps before must be known when it is planned, and its own
+when the next one is. Pages are taken for all guesses, but no sequence gives way for them. What is committed, and so may
+be found in the prefix cache, are the tokens that turn out right.
+
 Rules that keep it fair and alive:
 
 - max_num_seqs bounds the sequences that hold pages, not only those of one step.
@@ -34,12 +38,13 @@ Rules that keep it fair and alive:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
+from .guesses import NO_GUESSES, fit, keep_right, most_sampled
 from .queues import Queues
 from .sequence import Sequence
 from .step import Step
@@ -56,8 +61,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_loras: int = 0,
+        max_num_rows: int | None = None,
     ) -> None:
+        """max_num_rows: after so many tokens one is sampled in a step, at most; None: after one of each sequence"""
         self.manager = manager
+        self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -111,15 +119,18 @@ class Scheduler:
 
     # --- schedule
 
-    def schedule(self) -> Step:
-        """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch."""
+    def schedule(self, guesses: Mapping[int, list[int]] = NO_GUESSES) -> Step:
+        """Plans the next step and takes the pages that it writes. It may be empty: then there is nothing to launch.
+
+        guesses: by id, of sequences that decode; which are cut to what fits and may still come.
+        """
         self.step_number += 1
         swapped = self._preempt_for_waiting() if self.queues.num_waiting else None
-        step = self._last_step.next_decodes(self.queues.running, self.manager)
+        step = None if guesses else self._last_step.next_decodes(self.queues.running, self.manager)
         has_room = True
         if step is None:
             step = Step(swap_out=swapped)
-            has_room = self._schedule_decodes(step)
+            has_room = self._schedule_decodes(step, guesses)
         if step.known:
             known = [step.sequences[i] for i in step.known]
             self.manager.append_batch([seq.id for seq in known], [seq.new_tokens[-1] for seq in known])
@@ -139,7 +150,7 @@ class Scheduler:
 
     def _schedule_prompts(self, step: Step, has_room: bool) -> None:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
-        budget = self.max_num_batched_tokens - step.num_decodes
+        budget = self.max_num_batched_tokens - step.num_decode_tokens
         # A sequence that decodes has a token more than its pages hold.
         prompts = [seq for seq in self.queues.running if seq.num_in_pages == seq.num_tokens]
         lengths, budget = self.queues.split_budget(prompts, budget)
@@ -163,21 +174,30 @@ class Scheduler:
         for child in siblings[num_places:]:
             self.queues.add(child)
 
-    def _schedule_decodes(self, step: Step) -> bool:
-        """Adds the sequences that decode, with room for their newest tokens. Where there is none, it preempts.
+    def _schedule_decodes(self, step: Step, guesses: Mapping[int, list[int]]) -> bool:
+        """Adds the sequences that decode, with room for their newest tokens and guesses. Where there is none, guesses
+        are left out, and then it preempts.
 
         Returns whether there was room for all.
         """
         self.queues.retire()
         decodes = [seq for seq in self.queues.running if seq.num_in_pages < seq.num_tokens]
+        # They leave half of the step's tokens to prompts, and a row to each sequence that may be sampled.
+        room = (self.max_num_batched_tokens - len(decodes)) // 2
+        room = min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs))
+        fitting = fit(decodes, guesses, room) if guesses else []
         preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
         while decodes:
             ids, ends = [seq.id for seq in decodes], [seq.num_tokens for seq in decodes]
+            lengths = list(map(len, fitting)) or [0] * len(decodes)
             try:
-                step.copies = self.manager.reserve_batch(ids, ends)
+                step.copies = self.manager.reserve_batch(ids, [end + n for end, n in zip(ends, lengths, strict=True)])
                 break
             except OutOfBlocks:
+                if fitting:
+                    fitting = []
+                    continue
                 has_room = False
                 victim = self.queues.victim()
                 if victim.num_in_pages < victim.num_tokens:
@@ -193,7 +213,7 @@ class Scheduler:
         if preempted:
             step.swap_out = np.concatenate(preempted)
         if decodes:
-            step.add_decodes(decodes, ids, ends)
+            step.add_decodes(decodes, ids, ends, fitting)
         return has_room
 
     def _preempt_for_waiting(self) -> np.ndarray | None:
@@ -247,12 +267,13 @@ class Scheduler:
 
     def commit(self, step: Step) -> None:
         """Call it after the launch: steps that are launched later may read the KV that this one writes."""
-        self.manager.commit_batch(step.ids, step.ends)
+        self.manager.commit_batch(step.ids, step.known_ends)
         for parent, child in step.forks:
             self.manager.fork(parent, child)
 
     def update(self, step: Step, tokens: list[int], now: float) -> list[Sequence]:
-        """Takes what the step sampled, one token for each of step.sampled; returns the finished sequences.
+        """Takes what the step sampled, one token for each of step.sampled, and what Step.accept() has left of it;
+        returns the finished sequences.
 
         The next step may have been scheduled before, but not the one after it.
         """
@@ -264,6 +285,7 @@ class Scheduler:
             if seq.finish_reason is not None:
                 continue  # it was in one step too many
             seq.append(token, now)
+            step.num_new += 1
             if seq.finish_reason is not None:
                 finished.append(seq)
             elif seq.num_known <= seq.num_in_pages:
@@ -271,6 +293,8 @@ class Scheduler:
                 grown.append(token)
         if ids:
             self.manager.append_batch(ids, grown)
+        if step.guesses:
+            keep_right(step, self.manager)
         if finished:
             self.forget(finished)
         return finished

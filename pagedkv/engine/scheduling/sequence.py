@@ -31,8 +31,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "adapter", "bad_words", "call", "cumulative_logprob", "detokenizer", "embedding", "end_ids",
-        "error", "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index",
+        "__weakref__", "adapter", "bad_words", "call", "cumulative_logprob", "detokenizer", "draft", "embedding",
+        "end_ids", "error", "finish_reason", "finish_time", "first_scheduled_time", "first_token_time", "id", "index",
         "is_end_sent", "is_swapped", "logprobs", "mask_request", "max_num_tokens", "max_tokens", "min_tokens",
         "new_tokens", "num_cached", "num_computed", "num_in_pages", "num_logprobs", "num_preemptions",
         "num_prompt_tokens", "num_sent", "num_tokens", "params", "preempted_for", "priority", "prompt",
@@ -75,6 +75,7 @@ class Sequence:
         self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
         self.is_swapped = False  # its KV is in host pages
         self.source = 0  # the row of the last step in which its newest token was sampled
+        self.draft: Any = None  # what is kept of it to guess its next tokens
         self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
         self.num_preemptions = 0
         self.preempted_for = ""  # the reason of the last preemption

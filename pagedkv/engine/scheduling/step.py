@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ from .sequence import Sequence
 class Step:
     """The plan of a step: it computes the KV of tokens [starts[i], ends[i]) of sequences[i], lengths[i] of them.
 
+    A decode may have guesses: tokens that may follow its newest one. They are computed, too, and a token is sampled
+    after each, as if it were right. Once the tokens are known, accept() keeps those that follow right ones.
+
     Pages are moved before anything is computed: first swap_out, then swap_in, then copies.
     """
 
@@ -29,7 +33,10 @@ class Step:
     sampled: list[int] = field(default_factory=list)  # ... after which of `sequences`, by index
     # Ids of sequences: after this step the second shares the pages of the first.
     forks: list[tuple[int, int]] = field(default_factory=list)
-    num_decodes: int = 0  # the first num_decodes sequences compute one token each, which was sampled
+    num_decodes: int = 0  # the first num_decodes sequences compute one token each, which was sampled, and guesses
+    guesses: list[list[int]] = field(default_factory=list)  # of each of the decodes; empty: none has any
+    accepted: list[int] = field(default_factory=list)  # after accept(): how many of these were right
+    num_new: int = 0  # tokens that update() has given to sequences
     # The rows of what the step before sampled that hold the tokens of the decodes, ...
     sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     known: list[int] = field(default_factory=list)  # ... except of these, whose tokens are in Sequence.new_tokens
@@ -43,6 +50,7 @@ class Step:
     copies: np.ndarray | None = None  # int32 [n, 2]: page, page
     adapters: list[tuple[int, Adapter]] = field(default_factory=list)  # to be written into these slots first
     adapter_slots: list[int] | None = None  # of the sequences; None: no sequence has an adapter
+    is_measurable: bool = True  # nothing took time that a step of its kind does not take: no graph was captured
     # What its launch leaves for the host (see ModelRunner.launch), which is there after the event; None: at once.
     event: Event | None = None
     sampled_tokens: Any = None  # int32 [num_rows]
@@ -58,6 +66,24 @@ class Step:
     @property
     def only_decodes(self) -> bool:
         return self.num_decodes == len(self.sequences)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Computed of the decodes, guesses among them: a token is sampled after each."""
+        return self.num_decodes + sum(map(len, self.guesses))
+
+    @property
+    def num_decoded(self) -> int:
+        """After accept(): tokens of the decodes."""
+        return self.num_decodes + sum(self.accepted)
+
+    @property
+    def known_ends(self) -> list[int]:
+        """As `ends`, without guesses."""
+        if not self.guesses:
+            return self.ends
+        decodes = [end - len(guesses) for end, guesses in zip(self.ends, self.guesses, strict=False)]
+        return decodes + self.ends[self.num_decodes :]
 
     def add(self, seq: Sequence, length: int) -> bool:
         """Adds a chunk of the sequence's tokens. True if it is the last one, after which a token is sampled."""
@@ -85,14 +111,23 @@ class Step:
         self.sampled.append(index)
         self.receivers.append(seq)
 
-    def add_decodes(self, decodes: list[Sequence], ids: list[int], ends: list[int]) -> None:
-        """Adds the next token of each of these as the first of the step; `ends` are their num_tokens."""
+    def add_decodes(
+        self, decodes: list[Sequence], ids: list[int], ends: list[int], guesses: SequenceOf[list[int]] = ()
+    ) -> None:
+        """Adds the next token of each of these as the first of the step; `ends` are their num_tokens. guesses: of each;
+        the host must know the newest token of all then. Empty: there are none."""
         self._plan(decodes, ids, ends)
         self.starts = [end - 1 for end in ends]
         self.sources = np.array([seq.source for seq in decodes], np.int32)
         self.known = [i for i, (seq, end) in enumerate(zip(decodes, ends, strict=True)) if seq.num_known == end]
         for row, seq in enumerate(decodes):
             seq.source = row
+        if guesses:
+            assert len(self.known) == len(decodes), "the host knows what the guesses follow"
+            self.guesses, self.lengths = list(guesses), [1 + len(each) for each in guesses]
+            self.ends = [end + len(each) for end, each in zip(ends, guesses, strict=True)]
+            self.sampled = [i for i, length in enumerate(self.lengths) for _ in range(length)]
+            self.receivers = [decodes[i] for i in self.sampled]
 
     def next_decodes(self, running: list[Sequence], manager: BlockManager) -> Step | None:
         """The step after this one, if this one only decodes, and decodes what runs. None, and no change, if that is not
@@ -121,8 +156,8 @@ class Step:
 
     def come_after(self, last: Step) -> None:
         """Notes what the step, which is planned, has in common with the one before."""
-        only_decodes = self.only_decodes
-        self.is_same_batch = only_decodes and self.sequences == last.receivers
+        only_decodes = self.only_decodes and not self.guesses
+        self.is_same_batch = only_decodes and not last.guesses and self.sequences == last.receivers
         if self.is_same_batch and last.num_left:
             last.goes_on, self.end_ids, self.num_left = last.end_ids is not None, last.end_ids, last.num_left - 1
         elif only_decodes:
@@ -138,7 +173,28 @@ class Step:
         for seq, token in zip(self.sequences, tokens, strict=True):
             seq.new_tokens.append(token)
         manager.append_batch(self.ids, tokens)
+        self.num_new = len(tokens)
         return True
+
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Keeps of what was sampled after a decode's guesses what follows right ones, and drops the rows after the
+        first token that is not its guess: they were sampled after a wrong one. Returns the tokens that are left, for
+        what is left of `sampled`. A right guess is the token itself, so answers are those without guesses."""
+        if not self.guesses:
+            return tokens
+        rows, first = list[int](), 0
+        for guesses in self.guesses:
+            right = 0
+            while right < len(guesses) and tokens[first + right] == guesses[right]:
+                right += 1
+            self.accepted.append(right)
+            rows += range(first, first + right + 1)
+            first += 1 + len(guesses)
+        rows += range(first, len(tokens))
+        self.sampled, self.receivers = [self.sampled[i] for i in rows], [self.receivers[i] for i in rows]
+        if self.best is not None:
+            self.best = self.best[0][rows], self.best[1][rows]
+        return [tokens[i] for i in rows]
 
     def tokens(self) -> list[int]:
         """The sampled tokens in the order of `sampled`; -1 where the logits gave none. Waits for them."""

@@ -1,0 +1,61 @@
+"""Who guesses in tests: a drafter that knows the answers with a given probability, and times by which guesses always pay."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from pagedkv import LLM
+
+
+class Knowing:
+    """Guesses the true next token with the probability `knowledge`, and another one else."""
+
+    is_free, is_measurable = False, True
+
+    def __init__(self, knowledge: float, seed: int = 0) -> None:
+        self.knowledge, self.rng = knowledge, random.Random(seed)
+        self.answers: dict[tuple[tuple[int, ...], int, int], list[int]] = {}  # by prompt, seed and index
+        self.guessed: list[list[int]] = []
+
+    def learn(self, requests, outputs) -> None:
+        for (prompt, params), output in zip(requests, outputs, strict=True):
+            for one in output.outputs:
+                self.answers[tuple(prompt), params.seed, one.index] = one.token_ids
+
+    def guess(self, sequences, counts):
+        guesses = []
+        for seq, count in zip(sequences, counts, strict=True):
+            true = self.answers[tuple(seq.prompt), seq.params.seed, seq.index][len(seq.new_tokens) :][:count]
+            guesses.append([token if self.rng.random() < self.knowledge else (token + 1) % 97 for token in true])
+        self.guessed += guesses
+        return guesses
+
+    def take(self, sequences) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class AlwaysPays:
+    """In place of StepTimes."""
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
+
+    def plain(self, num_seqs: int) -> float:
+        return 2.0
+
+    def guessing(self, num_seqs: int) -> np.ndarray:
+        return np.ones(self.max_num_rows - num_seqs)
+
+    def add(self, num_seqs: int, num_rows: int, seconds: float) -> None: ...
+
+
+def always_guess(llm: LLM, drafter=None) -> LLM:
+    """With this drafter, if any, in place of the engine's own."""
+    guesser = llm._core._guesser
+    guesser.times = AlwaysPays(llm._runner.max_num_rows)
+    if drafter is not None:
+        guesser.drafter = drafter
+    return llm

@@ -1,0 +1,175 @@
+"""How many guesses pay: by hand, beside all ways there are, and that no batch is slower than without."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from pagedkv import SamplingParams
+from pagedkv.engine.scheduling.sequence import Sequence
+from pagedkv.engine.scheduling.step import Step
+from pagedkv.engine.speculation import speculation
+from pagedkv.engine.speculation.lengths import EXPECTED, FORGET_AFTER, MARGIN, StepTimes, lengths
+from pagedkv.engine.speculation.speculation import Speculation
+
+
+def test_by_hand():
+    times = StepTimes(8)
+    assert lengths([1.0], [3], 1, times) == [0]  # nothing was measured
+    times.add(1, 1, 1.0)
+    assert lengths([1.0], [3], 1, times) == [3]  # each row is expected to cost a tenth
+    assert lengths([0.1], [3], 1, times) == [0] and lengths([], [], 1, times) == []
+    times.add(1, 2, 1.2)
+    times.add(1, 4, 3.0)
+    assert lengths([1.0], [3], 1, times) == [2]  # 3 / 1.3 of three rows, 4 / 3 of four
+    times.add(1, 3, 3.0)
+    assert lengths([1.0], [3], 1, times) == [1]
+    assert lengths([0.5], [3], 1, times) == [1] and lengths([0.2], [3], 1, times) == [0]
+    times.add(2, 2, 1.0)
+    times.add(2, 3, 1.1)
+    times.add(2, 6, 1.4)
+    assert lengths([0.9, 0.01], [3, 3], 2, times) == [2, 0]  # 2.9 / 1.1, 3.71 / 1.15, 4.44 / 1.4
+    assert lengths([0.9, 0.8], [1, 2], 2, times) == [1, 1] and lengths([0.9, 0.9], [0, 2], 2, times) == [0, 2]
+    assert lengths([0.9, 0.9], [3, 3], 2, times, 0.5) == [1, 1]  # 3.8 / 1.65, 5.42 / 2.4
+    assert lengths([0.9, 0.9], [3, 3], 2, times, 5.0) == [0, 0]
+    assert lengths([0.9] * 8, [3] * 8, 8, times) == [0] * 8  # as many rows as a step may have
+
+
+@pytest.mark.parametrize("draft_seconds", [0.0, 0.1])
+def test_the_most_tokens_a_second(seed, draft_seconds):
+    """Beside all ways to give up to three guesses to each of up to three sequences."""
+    rng, num_found = random.Random(seed), 0
+    for _ in range(100):
+        times, num_seqs, n = StepTimes(16), rng.randint(3, 5), rng.randint(1, 3)
+        times.add(num_seqs, num_seqs, 1.0)
+        for rows in range(num_seqs + 1, 17):
+            times.add(num_seqs, rows, 1 + rng.random() * (rows - num_seqs) / 6)
+        chances, most = [rng.random() for _ in range(n)], [rng.randint(0, 3) for _ in range(n)]
+        seconds = times.guessing(num_seqs)
+
+        def rate(given):
+            gain = sum(p**j for p, k in zip(chances, given, strict=True) for j in range(1, k + 1))
+            return (num_seqs + gain) / (seconds[sum(given) - 1] + max(given) * draft_seconds) if any(given) else 0
+
+        ways = [(a, b, c)[:n] for a in range(4) for b in range(4) for c in range(4)]
+        best = max(rate(way) for way in ways if all(k <= m for k, m in zip(way, most, strict=True)))
+        found = lengths(chances, most, num_seqs, times, draft_seconds)
+        assert any(found) == (best > MARGIN * num_seqs)
+        if any(found):
+            num_found += 1
+            assert rate(found) == pytest.approx(best)
+    assert 5 < num_found < 100
+
+
+def test_times_follow_and_are_forgotten():
+    times = StepTimes(64)
+    assert times.plain(1) is None
+    times.add(1, 1, 1.0)
+    times.add(1, 1, 100.0)  # an outlier
+    assert 1.0 < times.plain(1) < 1.2
+    for _ in range(200):
+        times.add(1, 1, 3.0)
+    assert times.plain(1) == pytest.approx(3.0, rel=0.01)
+    times.add(1, 8, 50.0)
+    slope = EXPECTED * times.plain(1)
+    assert times.guessing(1)[0] == pytest.approx(times.plain(1) + slope) and times.guessing(1)[6] == 50.0
+    assert times.guessing(1)[62] == pytest.approx(50 + (64 - 9) * slope, rel=0.01)  # behind the class of eight
+    for _ in range(FORGET_AFTER):
+        times.add(1, 1, 3.0)
+    assert times.guessing(1)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
+
+
+# --- no batch is slower than without
+
+
+class Drafter:
+    """Guesses 1 where it is right, with a chance of the sequence's own, and 2 else. A guess of all takes `seconds`."""
+
+    is_measurable = True
+
+    def __init__(self, rng: random.Random, is_free: bool, seconds: float, clock: list[float]) -> None:
+        self.rng, self.is_free, self.seconds, self.clock = rng, is_free, seconds, clock
+        self.chances: dict[int, float] = {}
+
+    def guess(self, sequences, counts):
+        self.clock[0] += self.seconds * max(counts, default=0)
+        pairs = zip(sequences, counts, strict=True)
+        return [[1 if self.rng.random() < self.chances[seq.id] else 2 for _ in range(count)] for seq, count in pairs]
+
+    def take(self, sequences) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class Engine:
+    """Its clock alone: a step takes base + per_row * rows, and with guesses `host` besides."""
+
+    def __init__(self, rng, batch: int, draw_chance, *, is_free, draft=0.0, base, per_row, host) -> None:
+        self.rng, self.batch, self.draw_chance, self.clock = rng, batch, draw_chance, [0.0]
+        self.base, self.per_row, self.host = base, per_row, host
+        self.drafter = Drafter(rng, is_free, draft, self.clock)
+        self.speculation = Speculation(self.drafter, 7, max(batch, min(8 * batch, 256)))
+        self.num_made = self.num_tokens = 0
+        self.running = [self.arrive() for _ in range(batch)]
+
+    def arrive(self) -> Sequence:
+        seq = Sequence(self.num_made, [0], SamplingParams(max_tokens=256), 0, frozenset(), 0.0)
+        self.drafter.chances[seq.id] = self.draw_chance(self.rng)
+        self.num_made += 1
+        seq.num_tokens, seq.num_in_pages, seq.new_tokens = 2, 1, [1]
+        return seq
+
+    def step(self) -> None:
+        start, spec, running, host = self.clock[0], self.speculation, self.running, 0.0
+        step = Step(sequences=running, num_decodes=self.batch, receivers=running, accepted=[0] * self.batch)
+        if spec.pays(running):
+            guesses = spec.guess(running)
+            step.guesses = [guesses.get(seq.id, []) for seq in running] if guesses else []
+            host = self.host
+        for i, guesses in enumerate(step.guesses):
+            step.accepted[i] = (*guesses, 2).index(2)
+        rows = step.num_decode_tokens
+        self.clock[0] += (self.base + self.per_row * rows) * (1 + 0.03 * self.rng.random()) + host
+        for seq, right in zip(running, step.accepted, strict=True):
+            count = min(right + 1, 256 - len(seq.new_tokens))
+            seq.new_tokens += [1] * count
+            seq.num_tokens, seq.num_in_pages = seq.num_tokens + count, seq.num_in_pages + count
+            seq.finish_reason = "length" if len(seq.new_tokens) == 256 else None
+            self.num_tokens += count
+        spec.learn(step, self.clock[0] - start)
+        self.running = [self.arrive() if seq.finish_reason else seq for seq in running]
+
+    def speed(self, monkeypatch, num_steps: int) -> float:
+        """Tokens a second, of those without guesses, once as many steps were made to learn."""
+        monkeypatch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: self.clock[0]))
+        for _ in range(num_steps):
+            self.step()
+        before = self.num_tokens, self.clock[0]
+        for _ in range(num_steps):
+            self.step()
+        rate = (self.num_tokens - before[0]) / (self.clock[0] - before[1])
+        return rate / (self.batch / ((self.base + self.per_row * self.batch) * 1.015))
+
+
+KINDS = {  # milliseconds
+    "suffix, 8B": dict(is_free=True, base=3.9, per_row=0.02, host=0.2),
+    "suffix, 0.6B": dict(is_free=True, base=0.55, per_row=0.008, host=0.15),
+    "suffix, rows that cost": dict(is_free=True, base=1.0, per_row=0.1, host=0.2),
+    "0.6B for 8B": dict(is_free=False, draft=0.65, base=3.9, per_row=0.02, host=0.2),
+    "a draft as slow as the model": dict(is_free=False, draft=0.6, base=0.55, per_row=0.008, host=0.15),
+}
+CHANCES = {"0": lambda rng: 0.0, "0.2": lambda rng: 0.2, "0.7": lambda rng: 0.7, "0.9": lambda rng: 0.9,
+           "0 or 0.9": lambda rng: rng.choice([0.0, 0.9])}  # fmt: skip
+GAIN = {("suffix, 8B", "0.9", 1): 4, ("suffix, 8B", "0.7", 1): 2.4, ("suffix, 8B", "0.9", 64): 1.6,
+        ("0.6B for 8B", "0.7", 1): 1.45, ("0.6B for 8B", "0.9", 16): 1.7, ("suffix, 0.6B", "0.9", 1): 3}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_batch_is_slower(monkeypatch, seed, kind):
+    for batch, num_steps in ((1, 600), (4, 300), (16, 150), (64, 80), (256, 5)):
+        for name, draw_chance in CHANCES.items():
+            speed = Engine(random.Random(seed), batch, draw_chance, **KINDS[kind]).speed(monkeypatch, num_steps)
+            assert speed > 0.98, (kind, batch, name, speed)
+            assert speed > GAIN.get((kind, name, batch), 0), (kind, batch, name, speed)

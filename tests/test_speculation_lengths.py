@@ -168,8 +168,12 @@ GAIN = {("suffix, 8B", "0.9", 1): 4, ("suffix, 8B", "0.7", 1): 2.4, ("suffix, 8B
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_batch_is_slower(monkeypatch, seed, kind):
+    """Within what few steps can show: each of them within a few tries, and all together within one per cent."""
+    speeds = []
     for batch, num_steps in ((1, 600), (4, 300), (16, 150), (64, 80), (256, 5)):
         for name, draw_chance in CHANCES.items():
             speed = Engine(random.Random(seed), batch, draw_chance, **KINDS[kind]).speed(monkeypatch, num_steps)
-            assert speed > 0.98, (kind, batch, name, speed)
+            speeds.append(min(speed, 1.0))
+            assert speed > 0.95, (kind, batch, name, speed)
             assert speed > GAIN.get((kind, name, batch), 0), (kind, batch, name, speed)
+    assert sum(speeds) / len(speeds) > 0.99, (kind, speeds)

@@ -29,7 +29,7 @@ def plan_of(folder: Path, num_ranks: int, quantization: str | None = None, is_du
     return RunnerPlan(
         folder=folder, spec=spec, is_dummy=is_dummy, devices=("cpu",) * num_ranks, dtype=spec.dtype,
         kv_cache_dtype=spec.dtype, block_size=4, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=64,
-        batch_sizes=list(range(1, 33)), enforce_eager=True, lora=None,
+        batch_sizes=list(range(1, 33)), enforce_eager=True, lora=None, batch_invariant=False,
     )  # fmt: skip
 
 

@@ -1,0 +1,246 @@
+/* attend.h - attention of a step's tokens: a CTA has some keys of one row and one KV head, for all of its query heads.
+ *
+ * A key is shared by LANES lanes, which have DIMS of its 128 dimensions each, so that a group of query heads is 32
+ * numbers of a lane. K and V go from the cache to registers, one key ahead. Each group of lanes has a softmax of its own;
+ * they are merged in the warp, in the CTA, and at last among the CTAs (send.h).
+ */
+#ifndef PK_CUDA_STEP_ATTEND_H
+#define PK_CUDA_STEP_ATTEND_H
+
+#include "cuda/step/product.h"
+
+#ifdef PK_SM90A
+
+/* One head of the words of q k v, by a warp: a lane has four dimensions. Normalised and rotated, as pairs. */
+__device__ __forceinline__ uint2 step_turn_head(const step_cta &cta, uint2 bits, const __nv_bfloat16 *norm, int position)
+{
+    const float2 a = step_pair(bits.x), b = step_pair(bits.y);
+    float x[4] = {a.x, a.y, b.x, b.y};
+    if (norm) {
+        float square = 0;
+        for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
+        const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
+        for (int i = 0; i < 4; i++)
+            x[i] = pk_round<__nv_bfloat16>(pk_round<__nv_bfloat16>(x[i] * scale) * pk_to_float(norm[cta.lane * 4 + i]));
+    }
+    const float *angles = cta.args.cos_sin + (int64_t)position * STEP_HEAD_DIM + cta.lane % 16 * 4;
+    const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
+    const float c[4] = {cosine.x, cosine.y, cosine.z, cosine.w}, s[4] = {sine.x, sine.y, sine.z, sine.w};
+    float y[4];
+    for (int i = 0; i < 4; i++) {
+        const float other = __shfl_xor_sync(~0u, x[i], 16);
+        y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
+    }
+    return {pk_pack_pair<__nv_bfloat16>(y[0], y[1]), pk_pack_pair<__nv_bfloat16>(y[2], y[3])};
+}
+
+template <int GROUP>
+struct step_attention {
+    static constexpr int LANES = GROUP <= 2 ? 8 : GROUP <= 4 ? 16 : 32, DIMS = STEP_HEAD_DIM / LANES, PAIRS = DIMS / 2;
+    static constexpr int KEYS = 32 / LANES, PASS = STEP_CONSUMERS * KEYS; /* at once: of a warp, of all */
+    static constexpr float LOWEST = -1e30f;
+    static_assert(GROUP <= 8);
+
+    const step_cta &cta;
+    step_waiter &waiter;
+    const int lane = cta.lane % LANES, key = cta.lane / LANES;
+    float most[GROUP], sum[GROUP], out[GROUP][DIMS];
+
+    __device__ step_attention(const step_cta &cta, step_waiter &waiter) : cta(cta), waiter(waiter) {}
+
+    /* A lane's dimensions are in pieces of 16 bytes, or one of 8. */
+    __device__ static int dim_of(int lane, int i) { return DIMS == 16 ? i / 8 * 64 + lane * 8 + i % 8 : lane * DIMS + i; }
+    __device__ __forceinline__ void load(uint32_t (&to)[PAIRS], const __nv_bfloat16 *from) const
+    {
+        if constexpr (DIMS >= 8) {
+#pragma unroll
+            for (int i = 0; i < PAIRS / 4; i++) {
+                const uint4 bits = *(const uint4 *)(from + dim_of(lane, i * 8));
+                to[i * 4] = bits.x, to[i * 4 + 1] = bits.y, to[i * 4 + 2] = bits.z, to[i * 4 + 3] = bits.w;
+            }
+        } else {
+            const uint2 bits = *(const uint2 *)(from + dim_of(lane, 0));
+            to[0] = bits.x, to[1] = bits.y;
+        }
+    }
+    __device__ __forceinline__ void add_key(const uint32_t (&q)[GROUP][PAIRS], const uint32_t (&k)[PAIRS],
+                                            const uint32_t (&v)[PAIRS], bool is_there, float scale)
+    {
+        float score[GROUP];
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) score[h] = 0;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const float2 b = step_pair(k[i]);
+#pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                const float2 a = step_pair(q[h][i]);
+                score[h] = fmaf(a.x, b.x, score[h]), score[h] = fmaf(a.y, b.y, score[h]);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+#pragma unroll
+            for (int d = LANES / 2; d > 0; d /= 2) score[h] += __shfl_xor_sync(~0u, score[h], d);
+            score[h] = is_there ? score[h] * scale : LOWEST;
+            const float now = fmaxf(most[h], score[h]), fade = exp2f(most[h] - now);
+            const float weight = is_there ? exp2f(score[h] - now) : 0;
+            most[h] = now, sum[h] = fmaf(sum[h], fade, weight);
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                const float2 b = step_pair(v[i]);
+                out[h][i * 2] = fmaf(out[h][i * 2], fade, weight * b.x);
+                out[h][i * 2 + 1] = fmaf(out[h][i * 2 + 1], fade, weight * b.y);
+            }
+        }
+    }
+    /* The keys of a warp become one: each lane ends with DIMS / KEYS of the dimensions, from number `kept` on. */
+    __device__ __forceinline__ int merge_keys()
+    {
+        int kept = 0;
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            float top = most[h];
+#pragma unroll
+            for (int d = LANES; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float fade = exp2f(most[h] - top);
+            most[h] = top, sum[h] *= fade;
+#pragma unroll
+            for (int d = LANES; d < 32; d *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], d);
+#pragma unroll
+            for (int i = 0; i < DIMS; i++) out[h][i] *= fade;
+        }
+        int count = DIMS;
+#pragma unroll
+        for (int d = 16; d >= LANES; d /= 2) {
+            count /= 2;
+            const bool is_high = cta.lane & d;
+            kept += is_high ? count : 0;
+#pragma unroll
+            for (int h = 0; h < GROUP; h++)
+#pragma unroll
+                for (int i = 0; i < DIMS / 2; i++) {
+                    if (i >= count) break;
+                    const float mine = is_high ? out[h][count + i] : out[h][i], other = is_high ? out[h][i] : out[h][count + i];
+                    out[h][i] = mine + __shfl_xor_sync(~0u, other, d);
+                }
+        }
+        return kept;
+    }
+    /* Heads of q to shared memory, and of the row's own key and value, which also go to the cache. */
+    __device__ void make_heads(int row, int kv_head, const pk_step_layer &layer, bool has_new, __nv_bfloat16 *heads)
+    {
+        const pk_step_args &args = cta.args;
+        const int warp = cta.warp, num_heads = args.q_heads + 2 * args.kv_heads;
+        if (warp >= GROUP + (has_new ? 2 : 0)) return;
+        const int head = warp < GROUP ? kv_head * GROUP + warp : args.q_heads + (warp == GROUP ? 0 : args.kv_heads) + kv_head;
+        const uint64_t *from = cta.params.words.qkv + ((int64_t)row * num_heads + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
+        const int position = min(max(args.positions[row], 0), args.max_positions - 1);
+        uint32_t data[2];
+        waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
+        uint2 bits = {data[0], data[1]};
+        if (warp <= GROUP) bits = step_turn_head(cta, bits, warp < GROUP ? layer.q_norm : layer.k_norm, position);
+        *(uint2 *)(heads + warp * STEP_HEAD_DIM + cta.lane * 4) = bits;
+        const int slot = args.slots[row];
+        if (warp < GROUP || slot < 0 || slot >= args.num_blocks * args.block_size) return;
+        const pk_cache_strides &strides = warp == GROUP ? args.k_strides : args.v_strides;
+        __nv_bfloat16 *cache = warp == GROUP ? layer.k_cache : layer.v_cache;
+        cache += slot / args.block_size * strides.block + slot % args.block_size * strides.slot + kv_head * strides.head;
+        *(uint2 *)(cache + cta.lane * 4) = bits;
+    }
+
+    __device__ __forceinline__ void run()
+    {
+        const pk_step_args &args = cta.args;
+        const int num_splits = cta.params.num_splits, item = cta.cta / num_splits, split = cta.cta % num_splits;
+        if (item >= args.num_rows * args.kv_heads) return;
+        const int row = item / args.kv_heads, kv_head = item % args.kv_heads;
+        const int past = min(max(args.context_lens[row] - 1, 0), args.max_positions - 1);
+        const bool has_new = split == num_splits - 1 && args.context_lens[row] > 0;
+        const int begin = (int)((int64_t)past * split / num_splits), end = (int)((int64_t)past * (split + 1) / num_splits);
+        const int count = end - begin + has_new; /* the new one is the last */
+        const pk_step_layer &layer = cta.table()[cta.layer];
+        __nv_bfloat16 *heads = (__nv_bfloat16 *)(cta.smem + cta.at.heads);
+        const int first = cta.warp * KEYS + key;
+        auto place = [&](int i, const pk_cache_strides &strides) -> int64_t {
+            const int at = begin + i, page = args.block_tables[row * args.table_stride + at / args.block_size];
+            return (page >= 0 && page < args.num_blocks ? page : 0) * strides.block + at % args.block_size * strides.slot +
+                   kv_head * strides.head;
+        };
+        uint32_t k[PAIRS] = {}, v[PAIRS] = {};
+        auto load_key = [&](int i) {
+            if (i >= end - begin) return;
+            load(k, layer.k_cache + place(i, args.k_strides)), load(v, layer.v_cache + place(i, args.v_strides));
+        };
+        load_key(first);
+        if (cta.layer + 1 < args.num_layers && first < end - begin && lane < 4) { /* of the next layer */
+            const pk_step_layer &next = cta.table()[cta.layer + 1];
+            const __nv_bfloat16 *at = lane < 2 ? next.k_cache + place(first, args.k_strides) : next.v_cache + place(first, args.v_strides);
+            pk_prefetch_to_l2(at + lane % 2 * 64);
+        }
+        make_heads(row, kv_head, layer, has_new, heads);
+        STEP_MARK(cta, 20);
+        __syncwarp();
+        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        uint32_t q[GROUP][PAIRS];
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            load(q[h], heads + h * STEP_HEAD_DIM);
+            most[h] = LOWEST, sum[h] = 0;
+#pragma unroll
+            for (int i = 0; i < DIMS; i++) out[h][i] = 0;
+        }
+        const float scale = args.softmax_scale * 1.44269504f;
+        float *states = (float *)(cta.smem + cta.at.states);
+        const int num_warps = min(STEP_CONSUMERS, (count + KEYS - 1) / KEYS);
+        if (cta.warp < num_warps) {
+#pragma unroll 1
+            for (int i = first; i - key < count; i += PASS) { /* by whole warps */
+                if (has_new && i == count - 1)
+                    load(k, heads + GROUP * STEP_HEAD_DIM), load(v, heads + (GROUP + 1) * STEP_HEAD_DIM);
+                uint32_t k_now[PAIRS], v_now[PAIRS];
+#pragma unroll
+                for (int p = 0; p < PAIRS; p++) k_now[p] = k[p], v_now[p] = v[p];
+                load_key(i + PASS);
+                add_key(q, k_now, v_now, i < count, scale);
+            }
+            const int kept = merge_keys();
+#pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                float *to = states + (cta.warp * GROUP + h) * (STEP_HEAD_DIM + 4);
+                if (cta.lane == 0) to[STEP_HEAD_DIM] = most[h], to[STEP_HEAD_DIM + 1] = sum[h];
+#pragma unroll
+                for (int i = 0; i < DIMS / KEYS; i++) to[dim_of(lane, kept + i)] = out[h][i];
+            }
+        }
+        STEP_MARK(cta, 21);
+        __syncwarp();
+        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        send_state(row, kv_head, split, states, num_warps);
+        STEP_MARK(cta, 22);
+    }
+    __device__ __forceinline__ void send_state(int row, int kv_head, int split, const float *states, int num_warps)
+    {
+#pragma unroll 1
+        for (int at = threadIdx.x; at < GROUP * STEP_HEAD_DIM; at += STEP_CONSUMING) {
+            const int h = at / STEP_HEAD_DIM, dim = at % STEP_HEAD_DIM;
+            const float *from = states + h * (STEP_HEAD_DIM + 4);
+            constexpr int STRIDE = GROUP * (STEP_HEAD_DIM + 4);
+            float top = LOWEST, total = 0, value = 0;
+            for (int w = 0; w < num_warps; w++) top = fmaxf(top, from[w * STRIDE + STEP_HEAD_DIM]);
+#pragma unroll 4
+            for (int w = 0; w < num_warps; w++) {
+                const float fade = exp2f(from[w * STRIDE + STEP_HEAD_DIM] - top);
+                total = fmaf(from[w * STRIDE + STEP_HEAD_DIM + 1], fade, total);
+                value = fmaf(from[w * STRIDE + dim], fade, value);
+            }
+            uint64_t *to = cta.params.words.states +
+                           (((int64_t)row * cta.args.q_heads + kv_head * GROUP + h) * STEP_SPLITS + split) * STEP_STATE;
+            step_store_word(to + 2 + dim, __float_as_uint(value), cta.epoch);
+            if (dim < 2) step_store_word(to + dim, __float_as_uint(dim == 0 ? top : total), cta.epoch);
+        }
+    }
+};
+
+#endif  // PK_SM90A
+#endif

@@ -1,0 +1,55 @@
+/* kernel.h - the kernel: who does what of a step. */
+#ifndef PK_CUDA_STEP_KERNEL_H
+#define PK_CUDA_STEP_KERNEL_H
+
+#include "cuda/step/attend.h"
+#include "cuda/step/send.h"
+
+/* ROWS: of x; GROUP: query heads of a KV head. */
+template <int ROWS, int GROUP>
+__global__ void __launch_bounds__(STEP_THREADS, 1) decode_step_kernel(const __grid_constant__ pk_step_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const pk_step_args &args = params.args;
+    step_cta cta(params, smem);
+    const uint32_t barriers = smem_address(smem + cta.at.barriers);
+    if (threadIdx.x < 2 * params.num_stages)
+        sm90::barrier_init(barriers + threadIdx.x * 8, threadIdx.x < params.num_stages ? 1 : STEP_CONSUMERS);
+    sm90::barrier_init_fence();
+    const int table_words = args.num_layers * (int)sizeof(pk_step_layer) / 8;
+    for (int i = threadIdx.x; i < table_words; i += STEP_THREADS)
+        ((uint64_t *)(smem + cta.at.table))[i] = ((const uint64_t *)args.layers)[i];
+    for (int i = threadIdx.x; i < params.num_stages * STEP_CHUNK / 16; i += STEP_THREADS)
+        ((uint4 *)(smem + cta.at.ring))[i] = uint4{}; /* zeros times what lies behind a row's end are zeros */
+    if (threadIdx.x < STEP_ROWS) ((pk_candidate *)(smem + cta.at.best))[threadIdx.x] = 0;
+    cta.epoch = params.words.head[0] * (uint32_t)(args.num_layers + 1);
+    sm90::fence_async_proxy();
+    __syncthreads();
+    if (cta.warp < STEP_CONSUMERS) {
+        sm90::take_registers<104>(); /* all warps' together are those of the launch */
+        const uint32_t base = cta.epoch;
+        step_multiplier<ROWS> multiplier(cta);
+        step_attention<GROUP> attention(cta, multiplier.waiter);
+#pragma unroll 1
+        for (;; cta.layer++) {
+            cta.epoch = base + cta.layer + 1;
+            const bool is_head = cta.layer == args.num_layers;
+#pragma unroll 1
+            for (int phase = is_head ? STEP_HEAD : STEP_QKV; phase <= (is_head ? STEP_HEAD : STEP_DOWN); phase++) {
+                if (phase == STEP_O) attention.run();
+                multiplier.run(phase);
+            }
+            if (is_head) break;
+        }
+    } else {
+        sm90::give_registers<64>();
+        if (cta.warp == STEP_CONSUMERS)
+            step_copy_all(params, cta.table(), smem_address(smem + cta.at.ring), barriers);
+        else
+            step_sender(cta).run_all();
+    }
+#endif
+}
+
+#endif

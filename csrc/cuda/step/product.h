@@ -1,0 +1,255 @@
+/* product.h - the consumers' products: each warp has 64 columns of every line of 1,024, so a weight is multiplied as it
+ * lies in the ring, and of x a warp waits for no more than its own words. Their sums meet in shared memory.
+ */
+#ifndef PK_CUDA_STEP_PRODUCT_H
+#define PK_CUDA_STEP_PRODUCT_H
+
+#include "cuda/step/ring.h"
+#include "cuda/step/words.h"
+
+#ifdef PK_SM90A
+
+enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_SENDING = STEP_SENDERS * 32 };
+enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5, STEP_ENDING = 6 }; /* named barriers; the first two are pairs */
+
+/* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
+struct step_turns {
+    int turn = 0;
+    uint32_t uses = 0;
+    __device__ void next() { turn ^= 1, uses++; }
+    /* consumers */
+    __device__ void wait_empty() const
+    {
+        __syncwarp();
+        if (uses >= 2) sm90::named_sync(STEP_EMPTY + turn, STEP_CONSUMING + STEP_SENDING);
+    }
+    __device__ void give_full() const
+    {
+        __syncwarp();
+        sm90::named_arrive(STEP_FULL + turn, STEP_CONSUMING + STEP_SENDING);
+    }
+    /* senders */
+    __device__ void wait_full() const
+    {
+        __syncwarp();
+        sm90::named_sync(STEP_FULL + turn, STEP_CONSUMING + STEP_SENDING);
+    }
+    __device__ void give_empty() const
+    {
+        __syncwarp();
+        sm90::named_arrive(STEP_EMPTY + turn, STEP_CONSUMING + STEP_SENDING);
+    }
+};
+
+/* A CTA as all of its warps see it. */
+struct step_cta {
+    const pk_step_params &params;
+    const pk_step_args &args;
+    uint8_t *smem;
+    const step_smem at;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cta = blockIdx.x, copy = blockIdx.x % params.num_copies;
+    uint32_t epoch = 0; /* of the layer, which is never 0 in memory that was zeros */
+    int layer = 0;
+
+    __device__ step_cta(const pk_step_params &params, uint8_t *smem)
+        : params(params), args(params.args), smem(smem), at(params.args, params.num_stages)
+    {
+    }
+    __device__ const pk_step_layer *table() const { return (const pk_step_layer *)(smem + at.table); }
+    __device__ float *sums(int turn) const
+    {
+        return (float *)(smem + at.sums) + turn * args.num_rows * STEP_CONSUMERS * STEP_SUMS;
+    }
+    __device__ float *squares(int turn) const
+    {
+        return (float *)(smem + at.squares) + turn * args.num_rows * STEP_CONSUMERS;
+    }
+    __device__ uint32_t *stash(int row, int line) const
+    {
+        return (uint32_t *)(smem + at.stash) +
+               (row * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) + line) * (STEP_COLUMNS / 2) + warp * 32 + lane;
+    }
+    /* Where x comes from: words of this warp's lines. */
+    __device__ const uint64_t *source(int phase) const
+    {
+        const pk_step_words &words = params.words;
+        const int rows = args.num_rows;
+        if (phase == STEP_O) return words.attention + (int64_t)copy * rows * args.q_heads * (STEP_HEAD_DIM / 2);
+        if (phase == STEP_DOWN) return words.gated + (int64_t)copy * rows * (args.ffn / 2);
+        return words.x[phase != STEP_GATE_UP] + (int64_t)copy * rows * (args.hidden / 2);
+    }
+};
+
+#ifdef STEP_TRACE
+__device__ uint32_t *step_trace; /* [layers][32] clocks of CTA 37 */
+#define STEP_MARK(cta, i)                                                                        \
+    do {                                                                                         \
+        uint32_t clock_;                                                                         \
+        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                            \
+        if ((cta).cta == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp == STEP_CONSUMERS + 1)) \
+            step_trace[(cta).layer * 32 + (i)] = clock_;                                         \
+    } while (0)
+#else
+#define STEP_MARK(cta, i)
+#endif
+
+__device__ __forceinline__ float2 step_pair(uint32_t bits)
+{
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+/* ROWS: of x. A consumer's registers for a phase: BLOCKS blocks of LINES lines at a time. */
+template <int ROWS>
+struct step_multiplier {
+    step_cta &cta;
+    step_ring ring;
+    step_waiter waiter;
+    step_turns turns;
+    float square[ROWS];
+
+    __device__ step_multiplier(step_cta &cta)
+        : cta(cta),
+          ring(cta.params, smem_address(cta.smem + cta.at.ring), smem_address(cta.smem + cta.at.barriers)),
+          waiter(cta.params)
+    {
+    }
+
+    /* This lane's two columns of the lines from `line` on. */
+    template <int LINES>
+    __device__ __forceinline__ void load_x(uint32_t (&x)[LINES * ROWS], const step_phase &part, int phase, bool is_first,
+                                           bool is_kept, int line)
+    {
+        const int column = line * STEP_COLUMNS + cta.warp * 64 + cta.lane * 2;
+        uint32_t is_wanted = 0;
+#pragma unroll
+        for (int i = 0; i < LINES * ROWS; i++)
+            if (column + i / ROWS * STEP_COLUMNS < part.size) is_wanted |= 1u << i;
+        if (!is_first) {
+#pragma unroll
+            for (int i = 0; i < LINES * ROWS; i++) x[i] = is_wanted >> i & 1 ? *cta.stash(i % ROWS, line + i / ROWS) : 0;
+            return;
+        }
+        if (phase == STEP_QKV && cta.layer == 0) {
+#pragma unroll
+            for (int i = 0; i < LINES * ROWS; i++) {
+                const int token = cta.args.tokens[i % ROWS];
+                const bool is_valid = token >= 0 && token < cta.args.vocab;
+                x[i] = is_wanted >> i & 1 && is_valid
+                           ? *(const uint32_t *)(cta.args.embedding + (int64_t)token * part.size + column +
+                                                 i / ROWS * STEP_COLUMNS)
+                           : 0;
+            }
+        } else {
+            const uint32_t epoch = phase == STEP_QKV || phase == STEP_HEAD ? cta.epoch - 1 : cta.epoch;
+            const uint64_t *from = cta.source(phase) + column / 2;
+            const int stride = part.size / 2;
+            waiter.fetch(x, is_wanted, epoch, phase,
+                         [&](int i) { return from + i % ROWS * stride + i / ROWS * (STEP_COLUMNS / 2); });
+        }
+        if (phase == STEP_O || phase == STEP_DOWN) return;
+#pragma unroll
+        for (int i = 0; i < LINES * ROWS; i++) {
+            const float2 pair = step_pair(x[i]);
+            square[i % ROWS] += pair.x * pair.x + pair.y * pair.y;
+            if (phase == STEP_HEAD && is_wanted >> i & 1) {
+                const float2 norm = step_pair(*(const uint32_t *)(cta.args.norm + column + i / ROWS * STEP_COLUMNS));
+                x[i] = pk_pack_pair<__nv_bfloat16>(pair.x * norm.x, pair.y * norm.y);
+            }
+            if (is_kept) *cta.stash(i % ROWS, line + i / ROWS) = x[i];
+        }
+    }
+    /* The operand of 32 columns: a lane has 8 of row lane / 4, which are the words of four lanes. */
+    __device__ __forceinline__ uint4 operand(const uint32_t *x, int half) const
+    {
+        uint4 own = {};
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            const int from = half * 16 + cta.lane % 4 * 4;
+            uint4 four;
+            four.x = __shfl_sync(~0u, x[row], from), four.y = __shfl_sync(~0u, x[row], from + 1);
+            four.z = __shfl_sync(~0u, x[row], from + 2), four.w = __shfl_sync(~0u, x[row], from + 3);
+            if (cta.lane / 4 == row) own = four;
+        }
+        return own;
+    }
+    __device__ __forceinline__ void leave(const step_phase &part, const float (&acc)[STEP_PANEL / 2][4], int panel,
+                                          bool has_squares)
+    {
+        const int group = cta.lane / 4, quad = cta.lane % 4;
+        turns.wait_empty();
+        float *sums = cta.sums(turns.turn) + cta.warp * STEP_SUMS + group;
+#pragma unroll
+        for (int pair = 0; pair < STEP_PANEL / 2; pair++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int row = quad * 2 + e;
+                if (row >= ROWS) continue;
+                float *to = sums + row * (STEP_CONSUMERS * STEP_SUMS) + pair * 16;
+                to[0] = acc[pair][e], to[8] = acc[pair][2 + e];
+            }
+        if (has_squares) {
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                const float sum = pk_sum_over_warp(square[row]);
+                if (cta.lane == 0) cta.squares(turns.turn)[row * STEP_CONSUMERS + cta.warp] = sum;
+            }
+        }
+        turns.give_full();
+        turns.next();
+    }
+    template <int BLOCKS, int LINES>
+    __device__ __forceinline__ void multiply(const step_phase &part, int phase)
+    {
+        const int num_panels = part.num_panels(), num_lines = part.num_lines();
+        const bool has_squares = phase != STEP_O && phase != STEP_DOWN;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) square[row] = 0;
+#pragma unroll 1
+        for (int panel = 0; panel < num_panels; panel++) {
+            float acc[STEP_PANEL / 2][4] = {};
+#pragma unroll 1
+            for (int line = 0; line < num_lines; line += LINES) {
+                uint4 weights[LINES][BLOCKS][2];
+#pragma unroll
+                for (int l = 0; l < LINES; l++)
+#pragma unroll
+                    for (int block = 0; block < BLOCKS; block++) {
+                        weights[l][block][0] = weights[l][block][1] = uint4{};
+                        if (line + l < num_lines && part.rows_of(panel, block) > 0) ring.read(weights[l][block]);
+                    }
+                ring.release();
+                STEP_MARK(cta, phase * 4);
+                uint32_t x[LINES * ROWS];
+                load_x<LINES>(x, part, phase, panel == 0, num_panels > 1, line);
+                STEP_MARK(cta, phase * 4 + 1);
+#pragma unroll
+                for (int l = 0; l < LINES; l++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const uint4 b = operand(x + l * ROWS, half);
+#pragma unroll
+                        for (int pair = 0; pair < (BLOCKS + 1) / 2; pair++) {
+                            const uint4 low = weights[l][pair * 2][half];
+                            const uint4 high = pair * 2 + 1 < BLOCKS ? weights[l][min(pair * 2 + 1, BLOCKS - 1)][half] : uint4{};
+                            mma_16816<__nv_bfloat16>(acc[pair], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+                            mma_16816<__nv_bfloat16>(acc[pair], {low.z, high.z, low.w, high.w}, {b.z, b.w});
+                        }
+                    }
+            }
+            STEP_MARK(cta, phase * 4 + 2);
+            leave(part, acc, panel, has_squares && panel == 0);
+            STEP_MARK(cta, phase * 4 + 3);
+        }
+    }
+    __device__ __forceinline__ void run(int phase)
+    {
+        const step_phase part(cta.args, cta.table() + cta.layer, phase, cta.cta, cta.params.num_ctas);
+        if (part.count <= STEP_BLOCK && !part.offset)
+            multiply<1, 4>(part, phase);
+        else
+            multiply<STEP_PANEL, 1>(part, phase);
+    }
+};
+
+#endif  // PK_SM90A
+#endif

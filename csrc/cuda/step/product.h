@@ -80,19 +80,6 @@ struct step_cta {
     }
 };
 
-#ifdef STEP_TRACE
-__device__ uint32_t *step_trace; /* [layers][32] clocks of CTA 37 */
-#define STEP_MARK(cta, i)                                                                        \
-    do {                                                                                         \
-        uint32_t clock_;                                                                         \
-        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                            \
-        if ((cta).cta == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp == STEP_CONSUMERS + 1)) \
-            step_trace[(cta).layer * 32 + (i)] = clock_;                                         \
-    } while (0)
-#else
-#define STEP_MARK(cta, i)
-#endif
-
 __device__ __forceinline__ float2 step_pair(uint32_t bits)
 {
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};

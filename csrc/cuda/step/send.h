@@ -17,8 +17,6 @@ struct step_sender {
     const int thread = threadIdx.x - STEP_CONSUMING - 32, row = thread / (STEP_OUTPUTS / 2), pair = thread % (STEP_OUTPUTS / 2);
     uint32_t residual = 0; /* of this CTA's rows of x */
     float rms = 0;
-    pk_sample_row asked = {};
-    pk_candidate best = 0;
 
     __device__ step_sender(step_cta &cta) : cta(cta), waiter(cta.params) {}
 
@@ -66,7 +64,7 @@ struct step_sender {
             *(uint32_t *)(cta.args.dump + ((int64_t)(cta.layer * 2 + half) * cta.args.num_rows + row) * cta.args.hidden +
                           part.first + pair * 2) = residual;
     }
-    __device__ void draw(int token, float2 logits)
+    __device__ __forceinline__ void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 logits) const
     {
         const int vocab = cta.args.vocab;
         const float x[2] = {logits.x * rms, logits.y * rms};
@@ -79,18 +77,18 @@ struct step_sender {
             if (PK_ADD(x[0], bound) < bar && PK_ADD(x[1], bound) < bar) return;
             words = pk_philox(&asked, token / 4, 1);
         }
+        const uint32_t word[2] = {token & 2 ? words.word[2] : words.word[0], token & 2 ? words.word[3] : words.word[1]};
         for (int i = 0; i < 2; i++)
-            if (token + i < vocab) best = max(best, pk_draw(asked, x[i], token + i, block_word, token & 2 ? words.word[2 + i] : words.word[i]));
+            if (token + i < vocab) best = max(best, pk_draw(asked, x[i], token + i, block_word, word[i]));
     }
-    __device__ void finish(const step_phase &part, int phase, int panel)
+    __device__ __forceinline__ void finish(const step_phase &part, int phase, int panel)
     {
         const int at = panel * part.panel_rows() + pair * 2;
         const bool is_mine = has_row() && pair * 2 < part.panel_rows() && at < part.count;
-        if (panel == 0 && phase != STEP_O && phase != STEP_DOWN && has_row()) read_squares();
+        if (panel == 0 && (phase == STEP_QKV || phase == STEP_GATE_UP) && has_row()) read_squares();
         if (!is_mine) return;
         const float2 sum = total(pair * 2);
         if (phase == STEP_O || phase == STEP_DOWN) return add_residual(part, phase, sum);
-        if (phase == STEP_HEAD) return draw(part.first + at, sum);
         if (phase == STEP_QKV) {
             const int words = (cta.args.q_heads + 2 * cta.args.kv_heads) * (STEP_HEAD_DIM / 2);
             step_store_word(cta.params.words.qkv + (int64_t)row * words + (part.first + at) / 2,
@@ -105,7 +103,7 @@ struct step_sender {
         send(cta.params.words.gated, cta.args.ffn / 2, (part.first + at) / 2,
              pk_pack_pair<__nv_bfloat16>(gated(sum.x, ups.x), gated(sum.y, ups.y)));
     }
-    __device__ void run(int phase)
+    __device__ __forceinline__ void run(int phase)
     {
         const step_phase part(cta.args, cta.table() + cta.layer, phase, cta.cta, cta.params.num_ctas);
         const int num_panels = part.num_panels();
@@ -119,8 +117,27 @@ struct step_sender {
             turns.next();
         }
     }
+    /* The head's outputs are drawn from as they come. */
+    __device__ __forceinline__ pk_candidate draw_all()
+    {
+        const step_phase part(cta.args, cta.table(), STEP_HEAD, cta.cta, cta.params.num_ctas);
+        const int num_panels = part.num_panels();
+        pk_sample_row asked = {};
+        if (has_row()) asked = pk_sample_row_of(&cta.args.sample, row);
+        pk_candidate best = 0;
+#pragma unroll 1
+        for (int panel = 0; panel < num_panels; panel++) {
+            turns.wait_full();
+            if (panel == 0 && has_row()) read_squares();
+            const int at = panel * STEP_OUTPUTS + pair * 2;
+            if (has_row() && at < part.count) draw(asked, best, part.first + at, total(pair * 2));
+            turns.give_empty();
+            turns.next();
+        }
+        return asked.is_valid ? best : 0;
+    }
     /* 16 columns of a head at a time, by a warp: what the CTAs that share its keys have left. */
-    __device__ void merge_attention()
+    __device__ __forceinline__ void merge_attention()
     {
         constexpr int TILE = 16, TILES = STEP_HEAD_DIM / TILE;
         const pk_step_args &args = cta.args;
@@ -158,7 +175,7 @@ struct step_sender {
         }
     }
     /* The greatest candidate of all CTAs, by the first one. */
-    __device__ void take_tokens()
+    __device__ __forceinline__ void take_tokens(pk_candidate best)
     {
         const pk_step_args &args = cta.args;
         pk_candidate *shared = (pk_candidate *)(cta.smem + cta.at.best);
@@ -190,7 +207,6 @@ struct step_sender {
     {
         const uint32_t base = cta.epoch;
         read_residual();
-        if (has_row()) asked = pk_sample_row_of(&cta.args.sample, row);
 #pragma unroll 1
         for (cta.layer = 0; cta.layer < cta.args.num_layers; cta.layer++) {
             cta.epoch = base + cta.layer + 1;
@@ -203,8 +219,7 @@ struct step_sender {
             }
         }
         cta.epoch = base + cta.layer + 1;
-        run(STEP_HEAD);
-        take_tokens();
+        take_tokens(draw_all());
     }
 };
 

@@ -75,6 +75,19 @@ struct pk_step_params {
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4 }; /* for measurements */
 
+#ifdef STEP_TRACE
+__device__ uint32_t *step_trace; /* [layers][32] clocks of CTA 37 */
+#define STEP_MARK(cta, i)                                                                        \
+    do {                                                                                         \
+        uint32_t clock_;                                                                         \
+        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                            \
+        if ((cta).cta == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp == STEP_CONSUMERS + 1)) \
+            step_trace[(cta).layer * 32 + (i)] = clock_;                                         \
+    } while (0)
+#else
+#define STEP_MARK(cta, i)
+#endif
+
 // --- how the work is divided
 
 enum pk_step_phase { STEP_QKV, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_HEAD };

@@ -144,7 +144,7 @@ static void print_trace(const shape &m)
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) return printf("bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=8] [copies=1] [flags=0] [stages=12] [runs=24] [fault=0]\n"), 1;
+    if (argc < 4) return printf("bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=1] [kb=128] [copies=1] [flags=0] [stages=12] [runs=24] [fault=0]\n"), 1;
     for (int i = 4; i < argc; i++) {
         std::string a = argv[i];
         options[a.substr(0, a.find('='))] = a.substr(a.find('=') + 1);
@@ -213,7 +213,7 @@ int main(int argc, char **argv)
     cudaStream_t stream;
     CK(cudaStreamCreate(&stream));
     auto set = [&](int ctas, int flying, int prefetch, int copies, int flags, int stages) {
-        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.num_copies = copies, p.flags = flags;
+        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.num_copies = copies, p.flags = flags, p.prefetch_bytes = list_of("kb", "128")[0] << 10;
         p.num_splits = std::max(1, std::min((int)STEP_SPLITS, ctas / (rows * m.kv_heads)));
         while (step_smem(a, stages).bytes > most_smem) stages--;
         p.num_stages = stages, p.in_flight = std::min(flying, stages);
@@ -235,7 +235,7 @@ int main(int argc, char **argv)
         }
         return head[1] == 0;
     };
-    set(list_of("ctas", "128")[0], list_of("flying", "3")[0], list_of("prefetch", "8")[0], list_of("copies", "1")[0], list_of("flags", "0")[0],
+    set(list_of("ctas", "128")[0], list_of("flying", "3")[0], list_of("prefetch", "1")[0], list_of("copies", "1")[0], list_of("flags", "0")[0],
         list_of("stages", "12")[0]);
     CK(cudaDeviceSynchronize());
     printf("%s rows %d context %d: %d regs, %d B local, %d B smem, %d stages, %d splits\n", argv[1], rows, context, fa.numRegs, (int)fa.localSizeBytes,
@@ -317,7 +317,7 @@ int main(int argc, char **argv)
     for (int stages : list_of("stages", "12"))
     for (int flags : list_of("flags", "0"))
     for (int copies : list_of("copies", "1"))
-    for (int prefetch : list_of("prefetch", "8"))
+    for (int prefetch : list_of("prefetch", "1"))
     for (int flying : list_of("flying", "3")) {
         set(ctas, flying, prefetch, copies, flags, stages);
         cudaGraph_t graph;

@@ -5,12 +5,12 @@
 #include "cuda/step/attend.h"
 #include "cuda/step/send.h"
 
+#ifdef PK_SM90A
+
 /* ROWS: of x; GROUP: query heads of a KV head. */
 template <int ROWS, int GROUP>
-__global__ void __launch_bounds__(STEP_THREADS, 1) decode_step_kernel(const __grid_constant__ pk_step_params params)
+__device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *smem)
 {
-#ifdef PK_SM90A
-    extern __shared__ __align__(1024) uint8_t smem[];
     const pk_step_args &args = params.args;
     step_cta cta(params, smem);
     const uint32_t barriers = smem_address(smem + cta.at.barriers);
@@ -45,11 +45,23 @@ __global__ void __launch_bounds__(STEP_THREADS, 1) decode_step_kernel(const __gr
     } else {
         sm90::give_registers<64>();
         if (cta.warp == STEP_CONSUMERS)
-            step_copy_all(params, cta.table(), smem_address(smem + cta.at.ring), barriers);
+            step_copier(cta).run();
         else
             step_sender(cta).run_all();
     }
+}
+
+#endif  // PK_SM90A
+
+#ifdef __CUDACC__
+template <int ROWS, int GROUP>
+__global__ void __launch_bounds__(STEP_THREADS, 1) decode_step_kernel(const __grid_constant__ pk_step_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ __align__(1024) uint8_t smem[];
+    step_run<ROWS, GROUP>(params, smem);
 #endif
 }
+#endif
 
 #endif

@@ -70,7 +70,8 @@ struct pk_step_params {
     pk_step_args args;
     pk_step_words words;
     int num_ctas, num_splits, num_stages, num_copies;
-    int in_flight, prefetch; /* chunks: copies under way at most; how far ahead the L2 is asked */
+    int in_flight, prefetch;  /* chunks under way at most; how many phases ahead the L2 is asked, */
+    uint32_t prefetch_bytes;  /* for so much of a phase */
     int flags;
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4 }; /* for measurements */
@@ -127,10 +128,9 @@ struct step_phase {
         const int left = count - row_of(panel, block);
         return left < 0 ? 0 : left < STEP_BLOCK ? left : STEP_BLOCK;
     }
-    __device__ const __nv_bfloat16 *at(int panel, int block, int line) const
+    __device__ int weight_row(int panel, int block) const /* from `first` on */
     {
-        const int row = first + row_of(panel, block) + (offset && block >= STEP_PANEL / 2 ? offset : 0);
-        return weight + (int64_t)row * size + line * STEP_COLUMNS;
+        return row_of(panel, block) + (offset && block >= STEP_PANEL / 2 ? offset : 0);
     }
 };
 

@@ -2,26 +2,10 @@
 #ifndef PK_CUDA_STEP_WORDS_H
 #define PK_CUDA_STEP_WORDS_H
 
+#include "cuda/step/ptx.h"
 #include "cuda/step/step.h"
 
 #ifdef PK_SM90A
-
-__device__ __forceinline__ uint64_t step_load_word(const uint64_t *from)
-{
-    uint64_t word;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
-}
-__device__ __forceinline__ void step_store_word(uint64_t *to, uint32_t data, uint32_t epoch)
-{
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"((uint64_t)epoch << 32 | data) : "memory");
-}
-__device__ __forceinline__ uint64_t step_now()
-{
-    uint64_t ns;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-    return ns;
-}
 
 /* A warp's patience. Once it has run out, or another CTA's has, nothing is waited for: the kernel goes on to its end with
  * whatever the words hold, so that all barriers inside the CTA are met, and the step counts as failed. */

@@ -171,6 +171,7 @@ static uint64_t step_now()
     static uint64_t now = 1;
     return now += 1000;
 }
+static float step_exp2(float x) { return std::exp2(x); }
 static uint4 step_load_shared(uint32_t from) { return *(uint4 *)(uintptr_t)from; }
 static void step_copy_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t)
 {
@@ -185,7 +186,7 @@ static uint64_t no_policy() { return 0; }
 
 struct step_case {
     int num_layers, hidden, ffn, q_heads, kv_heads, vocab, max_positions, block_size, num_blocks, num_rows, table_stride,
-        num_stages, num_copies, in_flight, prefetch, num_splits, flags, num_steps;
+        num_stages, in_flight, prefetch, num_splits, flags, num_steps;
 };
 
 template <int ROWS, int GROUP>
@@ -213,17 +214,17 @@ extern "C" const char *step_on_cpu(const step_case *its, pk_step_layer *layers, 
     args.block_tables = block_tables, args.table_stride = its->table_stride, args.dump = (__nv_bfloat16 *)dump;
     args.sample.temperatures = temperatures, args.sample.seeds = seeds, args.sample.positions = positions;
     args.sample.out = out, args.sample.num_rows = its->num_rows, args.sample.vocab_size = its->vocab;
-    params.num_ctas = STEP_CTAS, params.num_stages = its->num_stages, params.num_copies = its->num_copies;
-    params.in_flight = its->in_flight, params.prefetch = its->prefetch, params.num_splits = its->num_splits;
+    params.num_ctas = STEP_CTAS, params.num_stages = its->num_stages;
+    params.at = step_smem(args, its->num_stages), params.in_flight = its->in_flight, params.prefetch = its->prefetch, params.num_splits = its->num_splits;
     params.flags = its->flags, params.prefetch_bytes = 1 << 10;
 
     const int rows = its->num_rows;
     auto memory = [](size_t words) { return (uint64_t *)calloc(words, 8); };
-    for (auto &x : params.words.x) x = memory((size_t)its->num_copies * rows * its->hidden / 2);
+    for (auto &x : params.words.x) x = memory((size_t)rows * its->hidden / 2);
     params.words.qkv = memory((size_t)rows * (its->q_heads + 2 * its->kv_heads) * 64);
     params.words.states = memory((size_t)rows * its->q_heads * STEP_SPLITS * STEP_STATE);
-    params.words.attention = memory((size_t)its->num_copies * rows * its->q_heads * 64);
-    params.words.gated = memory((size_t)its->num_copies * rows * its->ffn / 2);
+    params.words.attention = memory((size_t)rows * its->q_heads * 64);
+    params.words.gated = memory((size_t)rows * its->ffn / 2);
     params.words.best = memory((size_t)rows * 2 * STEP_CTAS);
     params.words.head = status;
     const size_t bytes = (step_smem(args, its->num_stages).bytes + 1023) / 1024 * 1024;

@@ -24,7 +24,6 @@ class Case:
     lens: tuple[int, ...] = (40,)
     splits: int = 2
     stages: int = 7
-    copies: int = 1
     in_flight: int = 3
     prefetch: int = 2
     flags: int = 0
@@ -44,7 +43,7 @@ def of(bits):
 
 FIELDS = (
     "num_layers", "hidden", "ffn", "q_heads", "kv_heads", "vocab", "max_positions", "block_size", "num_blocks", "num_rows",
-    "table_stride", "num_stages", "num_copies", "in_flight", "prefetch", "num_splits", "flags", "num_steps",
+    "table_stride", "num_stages", "in_flight", "prefetch", "num_splits", "flags", "num_steps",
 )  # fmt: skip
 
 
@@ -93,7 +92,7 @@ class Model:
         case = self.case
         values = (
             case.layers, case.hidden, case.ffn, case.q_heads, case.kv_heads, case.vocab, len(self.cos_sin), case.block_size,
-            self.num_pages, case.rows, self.table.shape[1], case.stages, case.copies, case.in_flight, case.prefetch,
+            self.num_pages, case.rows, self.table.shape[1], case.stages, case.in_flight, case.prefetch,
             case.splits, case.flags, case.steps,
         )  # fmt: skip
         struct = emulated.struct_of(*FIELDS)(*values)
@@ -147,7 +146,7 @@ CASES = {
     "one": Case(1, 4, 2),
     "lines": Case(1, 4, 2, hidden=32, ffn=1088, layers=1, lens=(1,), stages=8, prefetch=0),
     "panels": Case(1, 4, 2, hidden=160, ffn=1200, layers=1, lens=(64,), in_flight=7),
-    "two": Case(2, 8, 2, lens=(33, 7), splits=1, copies=2),
+    "two": Case(2, 8, 2, lens=(33, 7), splits=1),
     "four": Case(4, 1, 1, lens=(16, 0, 17, 1), splits=1, block_size=1, in_flight=7),
     "eight": Case(3, 8, 1, lens=(5, 48, 3), splits=1, prefetch=3),
 }

@@ -125,7 +125,7 @@ static void print_trace(const shape &m)
     static const struct { const char *what; int at, from; } rows[] = {
         {"q k v: weights in registers", 0, 15}, {"x there", 1, 0}, {"multiplied", 2, 1}, {"handed over", 3, 2},
         {"  sender: sums there", 23, 3}, {"  sender: sent", 24, 23},
-        {"heads made", 20, 3}, {"attended", 21, 20}, {"state sent", 22, 21}, {"  sender: merged, sent", 31, 22},
+        {"heads made", 20, 3}, {"all heads", 16, 20}, {"keys", 17, 16}, {"merged in warp", 18, 17}, {"all warps", 21, 18}, {"state sent", 22, 21}, {"  sender: merged, sent", 31, 22},
         {"o: weights in registers", 4, 22}, {"attention there", 5, 4}, {"multiplied", 6, 5}, {"handed over", 7, 6},
         {"  sender: sums there", 25, 7}, {"  sender: sent", 26, 25},
         {"gate-up: weights in registers", 8, 7}, {"x there", 9, 8}, {"multiplied", 10, 9}, {"handed over", 11, 10},
@@ -144,7 +144,7 @@ static void print_trace(const shape &m)
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) return printf("bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=1] [kb=128] [copies=1] [flags=0] [stages=12] [runs=24] [fault=0]\n"), 1;
+    if (argc < 4) return printf("bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=1] [kb=128] [flags=0] [stages=12] [runs=24] [fault=0]\n"), 1;
     for (int i = 4; i < argc; i++) {
         std::string a = argv[i];
         options[a.substr(0, a.find('='))] = a.substr(a.find('=') + 1);
@@ -195,11 +195,10 @@ int main(int argc, char **argv)
     __nv_bfloat16 *dump = dev<__nv_bfloat16>(dump_size);
 
     pk_step_params p = {};
-    const int most_copies = 8;
     p.args = a;
-    for (auto &x : p.words.x) x = dev<uint64_t>(most_copies * rows * m.hidden / 2);
+    for (auto &x : p.words.x) x = dev<uint64_t>(rows * m.hidden / 2);
     p.words.qkv = dev<uint64_t>(rows * heads / 2), p.words.states = dev<uint64_t>((size_t)rows * m.q_heads * STEP_SPLITS * STEP_STATE);
-    p.words.attention = dev<uint64_t>(most_copies * rows * width / 2), p.words.gated = dev<uint64_t>(most_copies * rows * m.ffn / 2);
+    p.words.attention = dev<uint64_t>(rows * width / 2), p.words.gated = dev<uint64_t>(rows * m.ffn / 2);
     p.words.best = dev<uint64_t>(rows * 2 * prop.multiProcessorCount), p.words.head = dev<uint32_t>(16);
 #ifdef STEP_TRACE
     the_trace = dev<uint32_t>((m.layers + 1) * 32);
@@ -212,16 +211,17 @@ int main(int argc, char **argv)
     CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_smem));
     cudaStream_t stream;
     CK(cudaStreamCreate(&stream));
-    auto set = [&](int ctas, int flying, int prefetch, int copies, int flags, int stages) {
-        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.num_copies = copies, p.flags = flags, p.prefetch_bytes = list_of("kb", "128")[0] << 10;
+    auto set = [&](int ctas, int flying, int prefetch, int flags, int stages) {
+        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.flags = flags, p.prefetch_bytes = list_of("kb", "128")[0] << 10;
         p.num_splits = std::max(1, std::min((int)STEP_SPLITS, ctas / (rows * m.kv_heads)));
         while (step_smem(a, stages).bytes > most_smem) stages--;
-        p.num_stages = stages, p.in_flight = std::min(flying, stages);
+        p.at = step_smem(a, stages), p.num_stages = stages, p.in_flight = std::min(flying, stages);
     };
+    int missing = 0;
     auto launch = [&]() {
         cudaLaunchAttribute at[1];
         at[0].id = cudaLaunchAttributeCooperative, at[0].val.cooperative = 1;
-        cudaLaunchConfig_t c = {dim3(p.num_ctas), dim3(STEP_THREADS), (size_t)step_smem(a, p.num_stages).bytes, stream, at, 1};
+        cudaLaunchConfig_t c = {dim3(p.num_ctas - missing), dim3(STEP_THREADS), (size_t)step_smem(a, p.num_stages).bytes, stream, at, 1};
         CK(cudaLaunchKernelEx(&c, kernel, p));
     };
     auto status = [&](const char *where) {
@@ -235,7 +235,7 @@ int main(int argc, char **argv)
         }
         return head[1] == 0;
     };
-    set(list_of("ctas", "128")[0], list_of("flying", "3")[0], list_of("prefetch", "1")[0], list_of("copies", "1")[0], list_of("flags", "0")[0],
+    set(list_of("ctas", "128")[0], list_of("flying", "3")[0], list_of("prefetch", "1")[0], list_of("flags", "0")[0],
         list_of("stages", "12")[0]);
     CK(cudaDeviceSynchronize());
     printf("%s rows %d context %d: %d regs, %d B local, %d B smem, %d stages, %d splits\n", argv[1], rows, context, fa.numRegs, (int)fa.localSizeBytes,
@@ -306,6 +306,26 @@ int main(int argc, char **argv)
     printf("  %d of %d runs differ in a bit\n", unequal, runs);
     fflush(stdout);
     p.args.dump = nullptr;
+    if (list_of("fault", "0")[0]) { /* a CTA is not there: the others end all the same, and the next step is right */
+        cudaEvent_t e0, e1;
+        CK(cudaEventCreate(&e0));
+        CK(cudaEventCreate(&e1));
+        missing = 1, p.flags |= STEP_SHORT_WAIT;
+        CK(cudaEventRecord(e0, stream));
+        launch();
+        CK(cudaEventRecord(e1, stream));
+        const bool is_noticed = !status("the fault");
+        float ms;
+        CK(cudaEventElapsedTime(&ms, e0, e1));
+        printf("  a missing CTA: %s after %.1f ms, token %d\n", is_noticed ? "noticed" : "NOT NOTICED", ms, download(a.sample.out, rows)[0]);
+        missing = 0, p.flags &= ~STEP_SHORT_WAIT;
+        p.args.dump = dump;
+        launch();
+        status("the step after");
+        auto again = download((const uint16_t *)dump, dump_size);
+        printf("  the step after it: %s\n", memcmp(first.data(), again.data(), dump_size * 2) ? "WRONG" : "the same bits");
+        p.args.dump = nullptr;
+    }
 
     /* fast? */
     cudaEvent_t e0, e1;
@@ -316,10 +336,9 @@ int main(int argc, char **argv)
     for (int ctas : list_of("ctas", "128"))
     for (int stages : list_of("stages", "12"))
     for (int flags : list_of("flags", "0"))
-    for (int copies : list_of("copies", "1"))
     for (int prefetch : list_of("prefetch", "1"))
     for (int flying : list_of("flying", "3")) {
-        set(ctas, flying, prefetch, copies, flags, stages);
+        set(ctas, flying, prefetch, flags, stages);
         cudaGraph_t graph;
         cudaGraphExec_t exec;
         const int N = 40;
@@ -338,8 +357,8 @@ int main(int argc, char **argv)
             if (i > 0) times.push_back(ms * 1000 / N);
         }
         std::sort(times.begin(), times.end());
-        printf("RESULT %s rows %d context %5d ctas %d stages %d flags %d copies %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, %.0f GB/s\n",
-               argv[1], rows, context, ctas, p.num_stages, flags, copies, prefetch, p.in_flight, times[times.size() / 2], times[0], times.back(),
+        printf("RESULT %s rows %d context %5d ctas %d stages %d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, %.0f GB/s\n",
+               argv[1], rows, context, ctas, p.num_stages, flags, prefetch, p.in_flight, times[times.size() / 2], times[0], times.back(),
                1e6 / times[times.size() / 2] * rows, bytes / times[times.size() / 2] / 1e3);
         fflush(stdout);
         CK(cudaGraphExecDestroy(exec));

@@ -11,28 +11,37 @@
 
 #ifdef PK_SM90A
 
-/* One head of the words of q k v, by a warp: a lane has four dimensions. Normalised and rotated, as pairs. */
-__device__ __forceinline__ uint2 step_turn_head(const step_cta &cta, uint2 bits, const __nv_bfloat16 *norm, int position)
-{
-    const float2 a = step_pair(bits.x), b = step_pair(bits.y);
-    float x[4] = {a.x, a.y, b.x, b.y};
-    if (norm) {
-        float square = 0;
-        for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
-        const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
-        for (int i = 0; i < 4; i++)
-            x[i] = pk_round<__nv_bfloat16>(pk_round<__nv_bfloat16>(x[i] * scale) * pk_to_float(norm[cta.lane * 4 + i]));
+/* What turns one head of q or k, by a warp: a lane has four dimensions. It is read before the head is there. */
+struct step_turner {
+    uint2 norm;
+    float4 cosine, sine;
+
+    __device__ __forceinline__ step_turner(const step_cta &cta, const __nv_bfloat16 *weight, int position)
+    {
+        const float *angles = cta.args.cos_sin + (int64_t)position * STEP_HEAD_DIM + cta.lane % 16 * 4;
+        cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
+        norm = weight ? *(const uint2 *)(weight + cta.lane * 4) : uint2{};
     }
-    const float *angles = cta.args.cos_sin + (int64_t)position * STEP_HEAD_DIM + cta.lane % 16 * 4;
-    const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
-    const float c[4] = {cosine.x, cosine.y, cosine.z, cosine.w}, s[4] = {sine.x, sine.y, sine.z, sine.w};
-    float y[4];
-    for (int i = 0; i < 4; i++) {
-        const float other = __shfl_xor_sync(~0u, x[i], 16);
-        y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
+    __device__ __forceinline__ uint2 turn(const step_cta &cta, uint2 bits, bool is_normed) const
+    {
+        using T = __nv_bfloat16;
+        const float2 a = step_pair(bits.x), b = step_pair(bits.y), low = step_pair(norm.x), high = step_pair(norm.y);
+        const float weights[4] = {low.x, low.y, high.x, high.y}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w},
+                    s[4] = {sine.x, sine.y, sine.z, sine.w};
+        float x[4] = {a.x, a.y, b.x, b.y}, y[4];
+        if (is_normed) {
+            float square = 0;
+            for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
+            const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
+            for (int i = 0; i < 4; i++) x[i] = pk_round<T>(pk_round<T>(x[i] * scale) * weights[i]);
+        }
+        for (int i = 0; i < 4; i++) {
+            const float other = __shfl_xor_sync(~0u, x[i], 16);
+            y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
+        }
+        return {pk_pack_pair<T>(y[0], y[1]), pk_pack_pair<T>(y[2], y[3])};
     }
-    return {pk_pack_pair<__nv_bfloat16>(y[0], y[1]), pk_pack_pair<__nv_bfloat16>(y[2], y[3])};
-}
+};
 
 template <int GROUP>
 struct step_attention {
@@ -83,8 +92,8 @@ struct step_attention {
 #pragma unroll
             for (int d = LANES / 2; d > 0; d /= 2) score[h] += __shfl_xor_sync(~0u, score[h], d);
             score[h] = is_there ? score[h] * scale : LOWEST;
-            const float now = fmaxf(most[h], score[h]), fade = exp2f(most[h] - now);
-            const float weight = is_there ? exp2f(score[h] - now) : 0;
+            const float now = fmaxf(most[h], score[h]), fade = step_exp2(most[h] - now);
+            const float weight = is_there ? step_exp2(score[h] - now) : 0;
             most[h] = now, sum[h] = fmaf(sum[h], fade, weight);
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
@@ -103,7 +112,7 @@ struct step_attention {
             float top = most[h];
 #pragma unroll
             for (int d = LANES; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float fade = exp2f(most[h] - top);
+            const float fade = step_exp2(most[h] - top);
             most[h] = top, sum[h] *= fade;
 #pragma unroll
             for (int d = LANES; d < 32; d *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], d);
@@ -136,10 +145,12 @@ struct step_attention {
         const int head = warp < GROUP ? kv_head * GROUP + warp : args.q_heads + (warp == GROUP ? 0 : args.kv_heads) + kv_head;
         const uint64_t *from = cta.params.words.qkv + ((int64_t)row * num_heads + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
         const int position = min(max(args.positions[row], 0), args.max_positions - 1);
+        const __nv_bfloat16 *norm = warp < GROUP ? layer.q_norm : layer.k_norm;
+        const step_turner turner(cta, norm, position);
         uint32_t data[2];
         waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
         uint2 bits = {data[0], data[1]};
-        if (warp <= GROUP) bits = step_turn_head(cta, bits, warp < GROUP ? layer.q_norm : layer.k_norm, position);
+        if (warp <= GROUP) bits = turner.turn(cta, bits, norm != nullptr);
         *(uint2 *)(heads + warp * STEP_HEAD_DIM + cta.lane * 4) = bits;
         const int slot = args.slots[row];
         if (warp < GROUP || slot < 0 || slot >= args.num_blocks * args.block_size) return;
@@ -182,6 +193,7 @@ struct step_attention {
         STEP_MARK(cta, 20);
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        STEP_MARK(cta, 16);
         uint32_t q[GROUP][PAIRS];
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {
@@ -204,6 +216,7 @@ struct step_attention {
                 load_key(i + PASS);
                 add_key(q, k_now, v_now, i < count, scale);
             }
+            STEP_MARK(cta, 17);
             const int kept = merge_keys();
 #pragma unroll
             for (int h = 0; h < GROUP; h++) {
@@ -213,27 +226,33 @@ struct step_attention {
                 for (int i = 0; i < DIMS / KEYS; i++) to[dim_of(lane, kept + i)] = out[h][i];
             }
         }
-        STEP_MARK(cta, 21);
+        STEP_MARK(cta, 18);
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        STEP_MARK(cta, 21);
         send_state(row, kv_head, split, states, num_warps);
         STEP_MARK(cta, 22);
     }
     __device__ __forceinline__ void send_state(int row, int kv_head, int split, const float *states, int num_warps)
     {
+        constexpr int STRIDE = GROUP * (STEP_HEAD_DIM + 4);
 #pragma unroll 1
-        for (int at = threadIdx.x; at < GROUP * STEP_HEAD_DIM; at += STEP_CONSUMING) {
+        for (int at = threadIdx.x; at < GROUP * STEP_HEAD_DIM; at += STEP_CONSUMING) { /* a warp has one head */
             const int h = at / STEP_HEAD_DIM, dim = at % STEP_HEAD_DIM;
             const float *from = states + h * (STEP_HEAD_DIM + 4);
-            constexpr int STRIDE = GROUP * (STEP_HEAD_DIM + 4);
-            float top = LOWEST, total = 0, value = 0;
-            for (int w = 0; w < num_warps; w++) top = fmaxf(top, from[w * STRIDE + STEP_HEAD_DIM]);
+            const bool has_warp = cta.lane < num_warps;
+            const float own = has_warp ? from[cta.lane * STRIDE + STEP_HEAD_DIM] : LOWEST;
+            float top = own, total = has_warp ? from[cta.lane * STRIDE + STEP_HEAD_DIM + 1] : 0, value = 0;
+#pragma unroll
+            for (int d = 8; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float fade = step_exp2(own - top);
+            total *= fade;
+#pragma unroll
+            for (int d = 8; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
 #pragma unroll 4
-            for (int w = 0; w < num_warps; w++) {
-                const float fade = exp2f(from[w * STRIDE + STEP_HEAD_DIM] - top);
-                total = fmaf(from[w * STRIDE + STEP_HEAD_DIM + 1], fade, total);
-                value = fmaf(from[w * STRIDE + dim], fade, value);
-            }
+            for (int w = 0; w < num_warps; w++)
+                value = fmaf(from[w * STRIDE + dim], __shfl_sync(~0u, fade, w), value);
+            top = __shfl_sync(~0u, top, 0), total = __shfl_sync(~0u, total, 0);
             uint64_t *to = cta.params.words.states +
                            (((int64_t)row * cta.args.q_heads + kv_head * GROUP + h) * STEP_SPLITS + split) * STEP_STATE;
             step_store_word(to + 2 + dim, __float_as_uint(value), cta.epoch);

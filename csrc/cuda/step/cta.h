@@ -43,13 +43,13 @@ struct step_cta {
     const pk_step_params &params;
     const pk_step_args &args;
     uint8_t *smem;
-    const step_smem at;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cta = blockIdx.x, copy = blockIdx.x % params.num_copies;
+    const step_smem &at;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cta = blockIdx.x;
     uint32_t epoch = 0; /* of the layer, which is never 0 in memory that was zeros */
     int layer = 0;
 
     __device__ step_cta(const pk_step_params &params, uint8_t *smem)
-        : params(params), args(params.args), smem(smem), at(params.args, params.num_stages)
+        : params(params), args(params.args), smem(smem), at(params.at)
     {
     }
     __device__ const pk_step_layer *table() const { return (const pk_step_layer *)(smem + at.table); }
@@ -70,10 +70,9 @@ struct step_cta {
     __device__ const uint64_t *source(int phase) const
     {
         const pk_step_words &words = params.words;
-        const int rows = args.num_rows;
-        if (phase == STEP_O) return words.attention + (int64_t)copy * rows * args.q_heads * (STEP_HEAD_DIM / 2);
-        if (phase == STEP_DOWN) return words.gated + (int64_t)copy * rows * (args.ffn / 2);
-        return words.x[phase != STEP_GATE_UP] + (int64_t)copy * rows * (args.hidden / 2);
+        if (phase == STEP_O) return words.attention;
+        if (phase == STEP_DOWN) return words.gated;
+        return words.x[phase != STEP_GATE_UP];
     }
 };
 

@@ -16,7 +16,7 @@ struct step_multiplier {
     step_ring ring;
     step_waiter waiter;
     step_turns turns;
-    float square[ROWS];
+    float squares[4]; /* every row of x times every row */
 
     __device__ step_multiplier(step_cta &cta)
         : cta(cta),
@@ -57,17 +57,9 @@ struct step_multiplier {
             waiter.fetch(x, is_wanted, epoch, phase,
                          [&](int i) { return from + i % ROWS * stride + i / ROWS * (STEP_COLUMNS / 2); });
         }
-        if (phase == STEP_O || phase == STEP_DOWN) return;
+        if (!is_kept) return;
 #pragma unroll
-        for (int i = 0; i < LINES * ROWS; i++) {
-            const float2 pair = step_pair(x[i]);
-            square[i % ROWS] += pair.x * pair.x + pair.y * pair.y;
-            if (phase == STEP_HEAD && is_wanted >> i & 1) {
-                const float2 norm = step_pair(*(const uint32_t *)(cta.args.norm + column + i / ROWS * STEP_COLUMNS));
-                x[i] = pk_pack_pair<__nv_bfloat16>(pair.x * norm.x, pair.y * norm.y);
-            }
-            if (is_kept) *cta.stash(i % ROWS, line + i / ROWS) = x[i];
-        }
+        for (int i = 0; i < LINES * ROWS; i++) *cta.stash(i % ROWS, line + i / ROWS) = x[i];
     }
     /* The operand of 32 columns: a lane has 8 of row lane / 4, which are the words of four lanes. */
     __device__ __forceinline__ uint4 operand(const uint32_t *x, int half) const
@@ -82,6 +74,14 @@ struct step_multiplier {
             if (cta.lane / 4 == row) own = four;
         }
         return own;
+    }
+    /* x before the head, whose weight is not multiplied by the norm's. */
+    __device__ __forceinline__ uint4 times_norm(uint4 b, int line, int half) const
+    {
+        using packed = pk_packed<__nv_bfloat16>;
+        const int column = line * STEP_COLUMNS + cta.warp * 64 + half * 32 + cta.lane % 4 * 8;
+        if (column >= cta.args.hidden) return b;
+        return (packed{b} * packed::load(cta.args.norm + column)).bits;
     }
     __device__ __forceinline__ void leave(const step_phase &part, const float (&acc)[STEP_PANEL / 2][4], int panel,
                                           bool has_squares)
@@ -98,13 +98,8 @@ struct step_multiplier {
                 float *to = sums + row * (STEP_CONSUMERS * STEP_SUMS) + pair * 16;
                 to[0] = acc[pair][e], to[8] = acc[pair][2 + e];
             }
-        if (has_squares) {
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) {
-                const float sum = pk_sum_over_warp(square[row]);
-                if (cta.lane == 0) cta.squares(turns.turn)[row * STEP_CONSUMERS + cta.warp] = sum;
-            }
-        }
+        if (has_squares && quad == group / 2 && group < ROWS)
+            cta.squares(turns.turn)[group * STEP_CONSUMERS + cta.warp] = group % 2 ? squares[1] : squares[0];
         turns.give_full();
         turns.next();
     }
@@ -113,8 +108,7 @@ struct step_multiplier {
     {
         const int num_panels = part.num_panels(), num_lines = part.num_lines();
         const bool has_squares = phase != STEP_O && phase != STEP_DOWN;
-#pragma unroll
-        for (int row = 0; row < ROWS; row++) square[row] = 0;
+        for (int i = 0; i < 4; i++) squares[i] = 0;
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             float acc[STEP_PANEL / 2][4] = {};
@@ -137,7 +131,12 @@ struct step_multiplier {
                 for (int l = 0; l < LINES; l++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const uint4 b = operand(x + l * ROWS, half);
+                        uint4 b = operand(x + l * ROWS, half);
+                        if (has_squares && panel == 0) {
+                            mma_16816<__nv_bfloat16>(squares, {b.x, 0, b.y, 0}, {b.x, b.y});
+                            mma_16816<__nv_bfloat16>(squares, {b.z, 0, b.w, 0}, {b.z, b.w});
+                        }
+                        if (phase == STEP_HEAD) b = times_norm(b, line + l, half);
 #pragma unroll
                         for (int pair = 0; pair < (BLOCKS + 1) / 2; pair++) {
                             const uint4 low = weights[l][pair * 2][half];

@@ -22,6 +22,12 @@ __device__ __forceinline__ uint64_t step_now()
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
     return ns;
 }
+__device__ __forceinline__ float step_exp2(float x)
+{
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
 __device__ __forceinline__ uint4 step_load_shared(uint32_t from)
 {
     uint4 bits;

@@ -43,8 +43,7 @@ struct step_sender {
     }
     __device__ void send(uint64_t *words, int row_words, int at, uint32_t bits) const
     {
-        for (int c = 0; c < cta.params.num_copies; c++)
-            step_store_word(words + (int64_t)(c * cta.args.num_rows + row) * row_words + at, bits, cta.epoch);
+        step_store_word(words + row * row_words + at, bits, cta.epoch);
     }
     __device__ void read_residual()
     {
@@ -155,7 +154,7 @@ struct step_sender {
             const float own = is_wanted & 3 ? __uint_as_float(data[0]) : -1e30f;
             float top = own, value = 0;
             for (int d = 8; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float fade = exp2f(own - top);
+            const float fade = step_exp2(own - top);
             float total = __uint_as_float(data[1]) * fade;
             for (int d = 8; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
             for (int i = 0; i < 8; i++) {
@@ -168,10 +167,7 @@ struct step_sender {
             const int width = args.q_heads * (STEP_HEAD_DIM / 2);
             const uint32_t bits = pk_pack_pair<__nv_bfloat16>(value, next);
             if (lane < 16 && lane % 2 == 0)
-                for (int c = 0; c < cta.params.num_copies; c++)
-                    step_store_word(cta.params.words.attention + (int64_t)(c * args.num_rows + row) * width +
-                                        head * (STEP_HEAD_DIM / 2) + (first + lane) / 2,
-                                    bits, cta.epoch);
+                step_store_word(cta.params.words.attention + row * width + head * (STEP_HEAD_DIM / 2) + (first + lane) / 2, bits, cta.epoch);
         }
     }
     /* The greatest candidate of all CTAs, by the first one. */

@@ -57,19 +57,42 @@ struct pk_step_args {
 
 /* Words in global memory, by kind; see pk_step_words_of. */
 struct pk_step_words {
-    uint64_t *x[2];      /* [copies][rows][hidden / 2]: after attention, after the MLP */
+    uint64_t *x[2];      /* [rows][hidden / 2]: after attention, after the MLP */
     uint64_t *qkv;       /* [rows][heads][64] */
     uint64_t *states;    /* [rows][q heads][splits][STEP_STATE] */
-    uint64_t *attention; /* [copies][rows][q heads * 64] */
-    uint64_t *gated;     /* [copies][rows][ffn / 2] */
+    uint64_t *attention; /* [rows][q heads * 64] */
+    uint64_t *gated;     /* [rows][ffn / 2] */
     uint64_t *best;      /* [rows][ctas][2] */
     uint32_t *head;      /* [0] steps so far, [1] not 0: somebody gave up, [2] who */
+};
+
+/* Places in shared memory. */
+struct step_smem {
+    int ring, sums, squares, table, stash, heads, states, best, barriers, bytes;
+
+    step_smem() = default;
+    step_smem(const pk_step_args &args, int num_stages)
+    {
+        const int group = args.q_heads / args.kv_heads;
+        int at = 0;
+        ring = at, at += num_stages * STEP_CHUNK;
+        sums = at, at += 2 * args.num_rows * STEP_CONSUMERS * STEP_SUMS * 4;
+        squares = at, at += 2 * args.num_rows * STEP_CONSUMERS * 4;
+        table = at, at += args.num_layers * (int)sizeof(pk_step_layer);
+        stash = at, at += args.num_rows * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) * (STEP_COLUMNS / 2) * 4;
+        heads = at, at += (group + 2) * STEP_HEAD_DIM * 2;
+        states = at, at += STEP_CONSUMERS * group * (STEP_HEAD_DIM + 4) * 4;
+        best = at, at += STEP_ROWS * 8;
+        barriers = at, at += 2 * num_stages * 8;
+        bytes = at;
+    }
 };
 
 struct pk_step_params {
     pk_step_args args;
     pk_step_words words;
-    int num_ctas, num_splits, num_stages, num_copies;
+    step_smem at;
+    int num_ctas, num_splits, num_stages;
     int in_flight, prefetch;  /* chunks under way at most; how many phases ahead the L2 is asked, */
     uint32_t prefetch_bytes;  /* for so much of a phase */
     int flags;
@@ -131,28 +154,6 @@ struct step_phase {
     __device__ int weight_row(int panel, int block) const /* from `first` on */
     {
         return row_of(panel, block) + (offset && block >= STEP_PANEL / 2 ? offset : 0);
-    }
-};
-
-// --- shared memory, from its start
-
-struct step_smem {
-    int ring, sums, squares, table, stash, heads, states, best, barriers, bytes;
-
-    __host__ __device__ step_smem(const pk_step_args &args, int num_stages)
-    {
-        const int group = args.q_heads / args.kv_heads;
-        int at = 0;
-        ring = at, at += num_stages * STEP_CHUNK;
-        sums = at, at += 2 * args.num_rows * STEP_CONSUMERS * STEP_SUMS * 4;
-        squares = at, at += 2 * args.num_rows * STEP_CONSUMERS * 4;
-        table = at, at += args.num_layers * (int)sizeof(pk_step_layer);
-        stash = at, at += args.num_rows * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) * (STEP_COLUMNS / 2) * 4;
-        heads = at, at += (group + 2) * STEP_HEAD_DIM * 2;
-        states = at, at += STEP_CONSUMERS * group * (STEP_HEAD_DIM + 4) * 4;
-        best = at, at += STEP_ROWS * 8;
-        barriers = at, at += 2 * num_stages * 8;
-        bytes = at;
     }
 };
 

@@ -10,19 +10,19 @@
 /* A warp's patience. Once it has run out, or another CTA's has, nothing is waited for: the kernel goes on to its end with
  * whatever the words hold, so that all barriers inside the CTA are met, and the step counts as failed. */
 struct step_waiter {
-    uint32_t *head;
-    uint64_t limit_ns;
+    const pk_step_params &params;
     bool has_given_up;
 
     __device__ step_waiter(const pk_step_params &params)
-        : head(params.words.head), limit_ns(params.flags & STEP_SHORT_WAIT ? 20000000 : 1000000000), has_given_up(params.flags & STEP_NEVER_WAIT)
+        : params(params), has_given_up(params.flags & STEP_NEVER_WAIT)
     {
     }
     /* After each look in vain. */
     __device__ __forceinline__ bool goes_on(uint32_t &looks, uint64_t &since, int what)
     {
         if ((++looks & 1023) != 0) return true;
-        const uint64_t now = step_now();
+        uint32_t *head = params.words.head;
+        const uint64_t now = step_now(), limit_ns = params.flags & STEP_SHORT_WAIT ? 20000000 : 1000000000;
         if (since == 0) since = now;
         const bool is_over = now - since > limit_ns;
         if (is_over && threadIdx.x % 32 == 0 && atomicExch(&head[1], 1u) == 0) head[2] = what << 16 | blockIdx.x;

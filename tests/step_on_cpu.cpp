@@ -5,7 +5,7 @@
 #ifndef STEP_CTAS
 #define STEP_CTAS 4
 #endif
-enum { STEP_EMULATED_THREADS = 640 };
+enum { STEP_EMULATED_THREADS = 384 };
 #define EMULATED_THREADS (STEP_CTAS * STEP_EMULATED_THREADS)
 #include "emulated_gpu.h"
 

@@ -140,8 +140,14 @@ struct step_attention {
     __device__ void make_heads(int row, int kv_head, const pk_step_layer &layer, bool has_new, __nv_bfloat16 *heads)
     {
         const pk_step_args &args = cta.args;
-        const int warp = cta.warp, num_heads = args.q_heads + 2 * args.kv_heads;
-        if (warp >= GROUP + (has_new ? 2 : 0)) return;
+        const int num_heads = args.q_heads + 2 * args.kv_heads, count = GROUP + (has_new ? 2 : 0);
+#pragma unroll 1
+        for (int warp = cta.warp; warp < count; warp += STEP_CONSUMERS) make_head(row, kv_head, layer, heads, warp, num_heads);
+    }
+    __device__ __forceinline__ void make_head(int row, int kv_head, const pk_step_layer &layer, __nv_bfloat16 *heads, int warp,
+                                              int num_heads)
+    {
+        const pk_step_args &args = cta.args;
         const int head = warp < GROUP ? kv_head * GROUP + warp : args.q_heads + (warp == GROUP ? 0 : args.kv_heads) + kv_head;
         const uint64_t *from = cta.params.words.qkv + ((int64_t)row * num_heads + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
         const int position = min(max(args.positions[row], 0), args.max_positions - 1);
@@ -244,11 +250,11 @@ struct step_attention {
             const float own = has_warp ? from[cta.lane * STRIDE + STEP_HEAD_DIM] : LOWEST;
             float top = own, total = has_warp ? from[cta.lane * STRIDE + STEP_HEAD_DIM + 1] : 0, value = 0;
 #pragma unroll
-            for (int d = 8; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            for (int d = STEP_CONSUMERS / 2; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
             const float fade = step_exp2(own - top);
             total *= fade;
 #pragma unroll
-            for (int d = 8; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+            for (int d = STEP_CONSUMERS / 2; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
 #pragma unroll 4
             for (int w = 0; w < num_warps; w++)
                 value = fmaf(from[w * STRIDE + dim], __shfl_sync(~0u, fade, w), value);

@@ -64,7 +64,7 @@ struct step_cta {
     __device__ uint32_t *stash(int row, int line) const
     {
         return (uint32_t *)(smem + at.stash) +
-               (row * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) + line) * (STEP_COLUMNS / 2) + warp * 32 + lane;
+               (row * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) + line) * (STEP_COLUMNS / 2) + warp * (STEP_OWN / 2) + lane;
     }
     /* Where x comes from: words of this warp's lines. */
     __device__ const uint64_t *source(int phase) const

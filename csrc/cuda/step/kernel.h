@@ -27,7 +27,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
     sm90::fence_async_proxy();
     __syncthreads();
     if (cta.warp < STEP_CONSUMERS) {
-        sm90::take_registers<104>(); /* all warps' together are those of the launch */
+        sm90::take_registers<200>(); /* all warps' together are those of the launch */
         const uint32_t base = cta.epoch;
         step_multiplier<ROWS> multiplier(cta);
         step_attention<GROUP> attention(cta, multiplier.waiter);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
             if (is_head) break;
         }
     } else {
-        sm90::give_registers<64>();
+        sm90::give_registers<104>();
         if (cta.warp == STEP_CONSUMERS)
             step_copier(cta).run();
         else

@@ -25,41 +25,43 @@ struct step_multiplier {
     {
     }
 
-    /* This lane's two columns of the lines from `line` on. */
+    /* This lane's columns, two neighbours of each slice, of the lines from `line` on. */
     template <int LINES>
-    __device__ __forceinline__ void load_x(uint32_t (&x)[LINES * ROWS], const step_phase &part, int phase, bool is_first,
-                                           bool is_kept, int line)
+    __device__ __forceinline__ void load_x(uint32_t (&x)[LINES * STEP_SLICES * ROWS], const step_phase &part, int phase,
+                                           bool is_first, bool is_kept, int line)
     {
-        const int column = line * STEP_COLUMNS + cta.warp * 64 + cta.lane * 2;
+        constexpr int COUNT = LINES * STEP_SLICES * ROWS;
+        const int column = line * STEP_COLUMNS + cta.warp * STEP_OWN + cta.lane * 2;
+        auto line_of = [](int i) { return i / (ROWS * STEP_SLICES); };
+        auto place = [&](int i) { return line_of(i) * STEP_COLUMNS + i / ROWS % STEP_SLICES * 64; };
+        auto stash = [&](int i) { return cta.stash(i % ROWS, line + line_of(i)) + i / ROWS % STEP_SLICES * 32; };
         uint32_t is_wanted = 0;
 #pragma unroll
-        for (int i = 0; i < LINES * ROWS; i++)
-            if (column + i / ROWS * STEP_COLUMNS < part.size) is_wanted |= 1u << i;
+        for (int i = 0; i < COUNT; i++)
+            if (column + place(i) < part.size) is_wanted |= 1u << i;
         if (!is_first) {
 #pragma unroll
-            for (int i = 0; i < LINES * ROWS; i++) x[i] = is_wanted >> i & 1 ? *cta.stash(i % ROWS, line + i / ROWS) : 0;
+            for (int i = 0; i < COUNT; i++) x[i] = is_wanted >> i & 1 ? *stash(i) : 0;
             return;
         }
         if (phase == STEP_QKV && cta.layer == 0) {
 #pragma unroll
-            for (int i = 0; i < LINES * ROWS; i++) {
+            for (int i = 0; i < COUNT; i++) {
                 const int token = cta.args.tokens[i % ROWS];
-                const bool is_valid = token >= 0 && token < cta.args.vocab;
-                x[i] = is_wanted >> i & 1 && is_valid
-                           ? *(const uint32_t *)(cta.args.embedding + (int64_t)token * part.size + column +
-                                                 i / ROWS * STEP_COLUMNS)
-                           : 0;
+                const bool is_valid = token >= 0 && token < cta.args.vocab && is_wanted >> i & 1;
+                const __nv_bfloat16 *from = cta.args.embedding + (int64_t)token * part.size + column + place(i);
+                x[i] = is_valid ? *(const uint32_t *)from : 0;
             }
         } else {
             const uint32_t epoch = phase == STEP_QKV || phase == STEP_HEAD ? cta.epoch - 1 : cta.epoch;
             const uint64_t *from = cta.source(phase) + column / 2;
             const int stride = part.size / 2;
-            waiter.fetch(x, is_wanted, epoch, phase,
-                         [&](int i) { return from + i % ROWS * stride + i / ROWS * (STEP_COLUMNS / 2); });
+            waiter.fetch(x, is_wanted, epoch, phase, [&](int i) { return from + i % ROWS * stride + place(i) / 2; });
         }
         if (!is_kept) return;
 #pragma unroll
-        for (int i = 0; i < LINES * ROWS; i++) *cta.stash(i % ROWS, line + i / ROWS) = x[i];
+        for (int i = 0; i < COUNT; i++)
+            if (is_wanted >> i & 1) *stash(i) = x[i];
     }
     /* The operand of 32 columns: a lane has 8 of row lane / 4, which are the words of four lanes. */
     __device__ __forceinline__ uint4 operand(const uint32_t *x, int half) const
@@ -76,10 +78,10 @@ struct step_multiplier {
         return own;
     }
     /* x before the head, whose weight is not multiplied by the norm's. */
-    __device__ __forceinline__ uint4 times_norm(uint4 b, int line, int half) const
+    __device__ __forceinline__ uint4 times_norm(uint4 b, int line, int unit) const
     {
         using packed = pk_packed<__nv_bfloat16>;
-        const int column = line * STEP_COLUMNS + cta.warp * 64 + half * 32 + cta.lane % 4 * 8;
+        const int column = line * STEP_COLUMNS + cta.warp * STEP_OWN + unit * 32 + cta.lane % 4 * 8;
         if (column >= cta.args.hidden) return b;
         return (packed{b} * packed::load(cta.args.norm + column)).bits;
     }
@@ -114,33 +116,33 @@ struct step_multiplier {
             float acc[STEP_PANEL / 2][4] = {};
 #pragma unroll 1
             for (int line = 0; line < num_lines; line += LINES) {
-                uint4 weights[LINES][BLOCKS][2];
+                uint4 weights[LINES][BLOCKS][STEP_UNITS];
 #pragma unroll
                 for (int l = 0; l < LINES; l++)
 #pragma unroll
                     for (int block = 0; block < BLOCKS; block++) {
-                        weights[l][block][0] = weights[l][block][1] = uint4{};
+                        for (int u = 0; u < STEP_UNITS; u++) weights[l][block][u] = uint4{};
                         if (line + l < num_lines && part.rows_of(panel, block) > 0) ring.read(weights[l][block]);
                     }
                 ring.release();
                 STEP_MARK(cta, phase * 4);
-                uint32_t x[LINES * ROWS];
+                uint32_t x[LINES * STEP_SLICES * ROWS];
                 load_x<LINES>(x, part, phase, panel == 0, num_panels > 1, line);
                 STEP_MARK(cta, phase * 4 + 1);
 #pragma unroll
                 for (int l = 0; l < LINES; l++)
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        uint4 b = operand(x + l * ROWS, half);
+                    for (int unit = 0; unit < STEP_UNITS; unit++) {
+                        uint4 b = operand(x + (l * STEP_SLICES + unit / 2) * ROWS, unit % 2);
                         if (has_squares && panel == 0) {
                             mma_16816<__nv_bfloat16>(squares, {b.x, 0, b.y, 0}, {b.x, b.y});
                             mma_16816<__nv_bfloat16>(squares, {b.z, 0, b.w, 0}, {b.z, b.w});
                         }
-                        if (phase == STEP_HEAD) b = times_norm(b, line + l, half);
+                        if (phase == STEP_HEAD) b = times_norm(b, line + l, unit);
 #pragma unroll
                         for (int pair = 0; pair < (BLOCKS + 1) / 2; pair++) {
-                            const uint4 low = weights[l][pair * 2][half];
-                            const uint4 high = pair * 2 + 1 < BLOCKS ? weights[l][min(pair * 2 + 1, BLOCKS - 1)][half] : uint4{};
+                            const uint4 low = weights[l][pair * 2][unit];
+                            const uint4 high = pair * 2 + 1 < BLOCKS ? weights[l][min(pair * 2 + 1, BLOCKS - 1)][unit] : uint4{};
                             mma_16816<__nv_bfloat16>(acc[pair], {low.x, high.x, low.y, high.y}, {b.x, b.y});
                             mma_16816<__nv_bfloat16>(acc[pair], {low.z, high.z, low.w, high.w}, {b.z, b.w});
                         }
@@ -155,7 +157,7 @@ struct step_multiplier {
     {
         const step_phase part(cta.args, cta.table() + cta.layer, phase, cta.cta, cta.params.num_ctas);
         if (part.count <= STEP_BLOCK && !part.offset)
-            multiply<1, 4>(part, phase);
+            multiply<1, ROWS == 1 ? 4 : 2>(part, phase);
         else
             multiply<STEP_PANEL, 1>(part, phase);
     }

@@ -100,16 +100,19 @@ struct step_ring {
           is_fenced(!(cta.params.flags & STEP_UNFENCED))
     {
     }
-    /* This warp's 64 columns of the 8 rows: a lane has 8 columns of each half, of row lane / 4. Odd rows are read in the
-     * other order, because all rows begin at the same bank. */
-    __device__ __forceinline__ void read(uint4 (&halves)[2])
+    /* This warp's columns of the 8 rows: a lane has 8 of each unit of 32, of row lane / 4. Of two units odd rows read the
+     * other one first, because all rows begin at the same bank. */
+    __device__ __forceinline__ void read(uint4 (&units)[STEP_UNITS])
     {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, odd = row & 1;
+        const uint32_t at = ring + slot * STEP_CHUNK + row * STEP_COLUMNS * 2 + warp * STEP_OWN * 2 + lane % 4 * 16;
         sm90::barrier_wait(full + slot * 8, turn);
-        const uint32_t at = ring + slot * STEP_CHUNK + row * STEP_COLUMNS * 2 + warp * 128 + lane % 4 * 16;
-        const uint4 a = step_load_shared(at + odd * 64), b = step_load_shared(at + (odd ^ 1) * 64);
-        halves[0].x = odd ? b.x : a.x, halves[0].y = odd ? b.y : a.y, halves[0].z = odd ? b.z : a.z, halves[0].w = odd ? b.w : a.w;
-        halves[1].x = odd ? a.x : b.x, halves[1].y = odd ? a.y : b.y, halves[1].z = odd ? a.z : b.z, halves[1].w = odd ? a.w : b.w;
+#pragma unroll
+        for (int u = 0; u < STEP_UNITS; u += 2) {
+            const uint4 a = step_load_shared(at + u * 64 + odd * 64), b = step_load_shared(at + u * 64 + (odd ^ 1) * 64);
+            units[u] = {odd ? b.x : a.x, odd ? b.y : a.y, odd ? b.z : a.z, odd ? b.w : a.w};
+            units[u + 1] = {odd ? a.x : b.x, odd ? a.y : b.y, odd ? a.z : b.z, odd ? a.w : b.w};
+        }
         if (count++ == 0) first = slot;
         if (++slot == num_stages) slot = 0, turn ^= 1;
     }

@@ -21,11 +21,14 @@
 enum {
     STEP_ROWS = 4,                /* at most */
     STEP_HEAD_DIM = 128,
-    STEP_CONSUMERS = 16,          /* warps that multiply and attend */
+    STEP_CONSUMERS = 8,           /* warps that multiply and attend */
     STEP_SENDERS = 3,             /* warps that add up what those have, and leave it for the other CTAs */
     STEP_THREADS = (STEP_CONSUMERS + STEP_SENDERS + 1) * 32,
     STEP_BLOCK = 8,               /* rows of a weight in a chunk */
-    STEP_COLUMNS = 1024,          /* inputs of a chunk: 64 for each consumer */
+    STEP_COLUMNS = 1024,          /* inputs of a chunk, */
+    STEP_OWN = STEP_COLUMNS / STEP_CONSUMERS, /* a consumer's of them: */
+    STEP_SLICES = STEP_OWN / 64,  /* slices, of which a lane has two neighbours' word */
+    STEP_UNITS = STEP_OWN / 32,   /* units of the matrix instruction's operand */
     STEP_CHUNK = STEP_BLOCK * STEP_COLUMNS * 2, /* bytes: a stage of the ring */
     STEP_PANEL = 6,               /* blocks whose sums meet at once */
     STEP_OUTPUTS = STEP_PANEL * STEP_BLOCK,
@@ -96,6 +99,7 @@ struct pk_step_params {
     int in_flight, prefetch;  /* chunks under way at most; how many phases ahead the L2 is asked, */
     uint32_t prefetch_bytes;  /* for so much of a phase */
     int flags;
+
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4 }; /* for measurements */
 
@@ -123,7 +127,7 @@ struct step_phase {
 
     __host__ __device__ static int start(int cta, int num_ctas, int rows) /* an even one */
     {
-        return (int)((int64_t)cta * (rows / 2) / num_ctas) * 2;
+        return (int)((uint32_t)cta * ((uint32_t)rows / 2) / (uint32_t)num_ctas) * 2;
     }
     __device__ step_phase() {}
     __device__ step_phase(const pk_step_args &args, const pk_step_layer *layer, int phase, int cta, int num_ctas)

@@ -11,20 +11,15 @@
 
 #ifdef PK_SM90A
 
-/* What turns one head of q or k, by a warp: a lane has four dimensions. It is read before the head is there. */
+/* What turns one head of q or k, by a warp: a lane has four dimensions. All of it is read before the head is there. */
 struct step_turner {
     uint2 norm;
-    float4 cosine, sine;
+    const float *angles; /* cosines, then sines: in shared memory */
 
-    __device__ __forceinline__ step_turner(const step_cta &cta, const __nv_bfloat16 *weight, int position)
-    {
-        const float *angles = cta.args.cos_sin + (int64_t)position * STEP_HEAD_DIM + cta.lane % 16 * 4;
-        cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
-        norm = weight ? *(const uint2 *)(weight + cta.lane * 4) : uint2{};
-    }
     __device__ __forceinline__ uint2 turn(const step_cta &cta, uint2 bits, bool is_normed) const
     {
         using T = __nv_bfloat16;
+        const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
         const float2 a = step_pair(bits.x), b = step_pair(bits.y), low = step_pair(norm.x), high = step_pair(norm.y);
         const float weights[4] = {low.x, low.y, high.x, high.y}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w},
                     s[4] = {sine.x, sine.y, sine.z, sine.w};
@@ -52,10 +47,60 @@ struct step_attention {
 
     const step_cta &cta;
     step_waiter &waiter;
-    const int lane = cta.lane % LANES, key = cta.lane / LANES;
+    const int lane = cta.lane % LANES, first = cta.warp * KEYS + cta.lane / LANES; /* key */
+    /* the same in all layers */
+    bool is_here = false, has_new;
+    int row, kv_head, split, begin, past_count, count; /* keys, of which the new one is the last */
+    step_turner turner;
+    /* of a layer */
+    uint32_t k[PAIRS], v[PAIRS];
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
 
-    __device__ step_attention(const step_cta &cta, step_waiter &waiter) : cta(cta), waiter(waiter) {}
+    __device__ __forceinline__ step_attention(const step_cta &cta, step_waiter &waiter) : cta(cta), waiter(waiter)
+    {
+        const pk_step_args &args = cta.args;
+        const int num_splits = cta.params.num_splits, item = cta.cta / num_splits;
+        if (item >= args.num_rows * args.kv_heads) return;
+        is_here = true;
+        split = cta.cta % num_splits, row = item / args.kv_heads, kv_head = item % args.kv_heads;
+        const uint32_t past = min(max(args.context_lens[row] - 1, 0), args.max_positions - 1);
+        has_new = split == num_splits - 1 && args.context_lens[row] > 0;
+        begin = past * split / num_splits, past_count = past * (split + 1) / num_splits - begin, count = past_count + has_new;
+        const int position = min(max(args.positions[row], 0), args.max_positions - 1);
+        float *angles = (float *)(cta.smem + cta.at.angles);
+        if (threadIdx.x < STEP_HEAD_DIM) angles[threadIdx.x] = args.cos_sin[(int64_t)position * STEP_HEAD_DIM + threadIdx.x];
+        turner.angles = angles + cta.lane % 16 * 4;
+    }
+    /* Where a key's K and V are. */
+    __device__ __forceinline__ void find(int64_t &k_at, int64_t &v_at, int i) const
+    {
+        const pk_step_args &args = cta.args;
+        const uint32_t block = (uint32_t)(begin + i) / args.block_size, place = begin + i - block * args.block_size;
+        const int found = args.block_tables[row * args.table_stride + block];
+        const int64_t page = found >= 0 && found < args.num_blocks ? found : 0;
+        k_at = page * args.k_strides.block + place * args.k_strides.slot + kv_head * args.k_strides.head;
+        v_at = page * args.v_strides.block + place * args.v_strides.slot + kv_head * args.v_strides.head;
+    }
+    __device__ __forceinline__ void load_key(int i)
+    {
+        if (i >= past_count) return;
+        int64_t k_at, v_at;
+        find(k_at, v_at, i);
+        load(k, cta.table()[cta.layer].k_cache + k_at), load(v, cta.table()[cta.layer].v_cache + v_at);
+    }
+    /* At the start of a layer: the weight that turns this warp's head, and into the L2 the first keys of the layer after. */
+    __device__ __forceinline__ void prepare()
+    {
+        if (!is_here) return;
+        const pk_step_layer &layer = cta.table()[cta.layer];
+        const __nv_bfloat16 *norm = cta.warp < GROUP ? layer.q_norm : layer.k_norm;
+        turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
+        if (cta.layer + 1 == cta.args.num_layers || first >= past_count || lane >= 4) return;
+        const pk_step_layer &next = cta.table()[cta.layer + 1];
+        int64_t k_at, v_at;
+        find(k_at, v_at, first);
+        pk_prefetch_to_l2((lane < 2 ? next.k_cache + k_at : next.v_cache + v_at) + lane % 2 * 64);
+    }
 
     /* A lane's dimensions are in pieces of 16 bytes, or one of 8. */
     __device__ static int dim_of(int lane, int i) { return DIMS == 16 ? i / 8 * 64 + lane * 8 + i % 8 : lane * DIMS + i; }
@@ -137,65 +182,48 @@ struct step_attention {
         return kept;
     }
     /* Heads of q to shared memory, and of the row's own key and value, which also go to the cache. */
-    __device__ void make_heads(int row, int kv_head, const pk_step_layer &layer, bool has_new, __nv_bfloat16 *heads)
+    __device__ __forceinline__ void make_heads(__nv_bfloat16 *heads)
     {
-        const pk_step_args &args = cta.args;
-        const int num_heads = args.q_heads + 2 * args.kv_heads, count = GROUP + (has_new ? 2 : 0);
-#pragma unroll 1
-        for (int warp = cta.warp; warp < count; warp += STEP_CONSUMERS) make_head(row, kv_head, layer, heads, warp, num_heads);
+        const int num_heads = GROUP + (has_new ? 2 : 0);
+        for (int head = cta.warp; head < num_heads; head += STEP_CONSUMERS) {
+            if (head >= STEP_CONSUMERS) { /* of a group of eight: those of the key */
+                const __nv_bfloat16 *norm = cta.table()[cta.layer].k_norm;
+                turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
+            }
+            make_head(heads, head);
+        }
     }
-    __device__ __forceinline__ void make_head(int row, int kv_head, const pk_step_layer &layer, __nv_bfloat16 *heads, int warp,
-                                              int num_heads)
+    __device__ __forceinline__ void make_head(__nv_bfloat16 *heads, int head)
     {
         const pk_step_args &args = cta.args;
-        const int head = warp < GROUP ? kv_head * GROUP + warp : args.q_heads + (warp == GROUP ? 0 : args.kv_heads) + kv_head;
-        const uint64_t *from = cta.params.words.qkv + ((int64_t)row * num_heads + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
-        const int position = min(max(args.positions[row], 0), args.max_positions - 1);
-        const __nv_bfloat16 *norm = warp < GROUP ? layer.q_norm : layer.k_norm;
-        const step_turner turner(cta, norm, position);
+        const pk_step_layer &layer = cta.table()[cta.layer];
+        const int at = head < GROUP ? kv_head * GROUP + head : args.q_heads + (head == GROUP ? 0 : args.kv_heads) + kv_head;
+        const uint64_t *from = cta.params.words.qkv +
+                               (row * (args.q_heads + 2 * args.kv_heads) + at) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
         uint32_t data[2];
         waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
         uint2 bits = {data[0], data[1]};
-        if (warp <= GROUP) bits = turner.turn(cta, bits, norm != nullptr);
-        *(uint2 *)(heads + warp * STEP_HEAD_DIM + cta.lane * 4) = bits;
-        const int slot = args.slots[row];
-        if (warp < GROUP || slot < 0 || slot >= args.num_blocks * args.block_size) return;
-        const pk_cache_strides &strides = warp == GROUP ? args.k_strides : args.v_strides;
-        __nv_bfloat16 *cache = warp == GROUP ? layer.k_cache : layer.v_cache;
-        cache += slot / args.block_size * strides.block + slot % args.block_size * strides.slot + kv_head * strides.head;
+        if (head <= GROUP) bits = turner.turn(cta, bits, layer.q_norm != nullptr);
+        *(uint2 *)(heads + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
+        if (head >= GROUP) store(head == GROUP ? layer.k_cache : layer.v_cache, head == GROUP ? args.k_strides : args.v_strides, bits);
+    }
+    __device__ __forceinline__ void store(__nv_bfloat16 *cache, const pk_cache_strides &strides, uint2 bits) const
+    {
+        const int slot = cta.args.slots[row], block_size = cta.args.block_size;
+        if (slot < 0 || slot >= cta.args.num_blocks * block_size) return;
+        cache += slot / block_size * strides.block + slot % block_size * strides.slot + kv_head * strides.head;
         *(uint2 *)(cache + cta.lane * 4) = bits;
     }
 
     __device__ __forceinline__ void run()
     {
+        if (!is_here) return;
         const pk_step_args &args = cta.args;
-        const int num_splits = cta.params.num_splits, item = cta.cta / num_splits, split = cta.cta % num_splits;
-        if (item >= args.num_rows * args.kv_heads) return;
-        const int row = item / args.kv_heads, kv_head = item % args.kv_heads;
-        const int past = min(max(args.context_lens[row] - 1, 0), args.max_positions - 1);
-        const bool has_new = split == num_splits - 1 && args.context_lens[row] > 0;
-        const int begin = (int)((int64_t)past * split / num_splits), end = (int)((int64_t)past * (split + 1) / num_splits);
-        const int count = end - begin + has_new; /* the new one is the last */
-        const pk_step_layer &layer = cta.table()[cta.layer];
         __nv_bfloat16 *heads = (__nv_bfloat16 *)(cta.smem + cta.at.heads);
-        const int first = cta.warp * KEYS + key;
-        auto place = [&](int i, const pk_cache_strides &strides) -> int64_t {
-            const int at = begin + i, page = args.block_tables[row * args.table_stride + at / args.block_size];
-            return (page >= 0 && page < args.num_blocks ? page : 0) * strides.block + at % args.block_size * strides.slot +
-                   kv_head * strides.head;
-        };
-        uint32_t k[PAIRS] = {}, v[PAIRS] = {};
-        auto load_key = [&](int i) {
-            if (i >= end - begin) return;
-            load(k, layer.k_cache + place(i, args.k_strides)), load(v, layer.v_cache + place(i, args.v_strides));
-        };
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) k[i] = v[i] = 0;
         load_key(first);
-        if (cta.layer + 1 < args.num_layers && first < end - begin && lane < 4) { /* of the next layer */
-            const pk_step_layer &next = cta.table()[cta.layer + 1];
-            const __nv_bfloat16 *at = lane < 2 ? next.k_cache + place(first, args.k_strides) : next.v_cache + place(first, args.v_strides);
-            pk_prefetch_to_l2(at + lane % 2 * 64);
-        }
-        make_heads(row, kv_head, layer, has_new, heads);
+        make_heads(heads);
         STEP_MARK(cta, 20);
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
@@ -213,7 +241,7 @@ struct step_attention {
         const int num_warps = min(STEP_CONSUMERS, (count + KEYS - 1) / KEYS);
         if (cta.warp < num_warps) {
 #pragma unroll 1
-            for (int i = first; i - key < count; i += PASS) { /* by whole warps */
+            for (int i = first; i - cta.lane / LANES < count; i += PASS) { /* by whole warps */
                 if (has_new && i == count - 1)
                     load(k, heads + GROUP * STEP_HEAD_DIM), load(v, heads + (GROUP + 1) * STEP_HEAD_DIM);
                 uint32_t k_now[PAIRS], v_now[PAIRS];
@@ -236,10 +264,10 @@ struct step_attention {
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
         STEP_MARK(cta, 21);
-        send_state(row, kv_head, split, states, num_warps);
+        send_state(states, num_warps);
         STEP_MARK(cta, 22);
     }
-    __device__ __forceinline__ void send_state(int row, int kv_head, int split, const float *states, int num_warps)
+    __device__ __forceinline__ void send_state(const float *states, int num_warps)
     {
         constexpr int STRIDE = GROUP * (STEP_HEAD_DIM + 4);
 #pragma unroll 1

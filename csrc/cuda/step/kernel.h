@@ -31,10 +31,12 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         const uint32_t base = cta.epoch;
         step_multiplier<ROWS> multiplier(cta);
         step_attention<GROUP> attention(cta, multiplier.waiter);
+        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING); /* for the angles */
 #pragma unroll 1
         for (;; cta.layer++) {
             cta.epoch = base + cta.layer + 1;
             const bool is_head = cta.layer == args.num_layers;
+            if (!is_head) attention.prepare();
 #pragma unroll 1
             for (int phase = is_head ? STEP_HEAD : STEP_QKV; phase <= (is_head ? STEP_HEAD : STEP_DOWN); phase++) {
                 if (phase == STEP_O) attention.run();

@@ -157,7 +157,7 @@ struct step_multiplier {
     {
         const step_phase part(cta.args, cta.table() + cta.layer, phase, cta.cta, cta.params.num_ctas);
         if (part.count <= STEP_BLOCK && !part.offset)
-            multiply<1, ROWS == 1 ? 4 : 2>(part, phase);
+            multiply<1, ROWS == 1 ? 3 : 2>(part, phase);
         else
             multiply<STEP_PANEL, 1>(part, phase);
     }

@@ -47,43 +47,32 @@ struct step_attention {
 
     const step_cta &cta;
     step_waiter &waiter;
+    const step_item &item;
     const int lane = cta.lane % LANES, first = cta.warp * KEYS + cta.lane / LANES; /* key */
-    /* the same in all layers */
-    bool is_here = false, has_new;
-    int row, kv_head, split, begin, past_count, count; /* keys, of which the new one is the last */
-    step_turner turner;
     /* of a layer */
+    step_turner turner;
     uint32_t k[PAIRS], v[PAIRS];
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
 
-    __device__ __forceinline__ step_attention(const step_cta &cta, step_waiter &waiter) : cta(cta), waiter(waiter)
+    __device__ __forceinline__ step_attention(const step_cta &cta, step_waiter &waiter)
+        : cta(cta), waiter(waiter), item(cta.item())
     {
-        const pk_step_args &args = cta.args;
-        const int num_splits = cta.params.num_splits, item = cta.cta / num_splits;
-        if (item >= args.num_rows * args.kv_heads) return;
-        is_here = true;
-        split = cta.cta % num_splits, row = item / args.kv_heads, kv_head = item % args.kv_heads;
-        const uint32_t past = min(max(args.context_lens[row] - 1, 0), args.max_positions - 1);
-        has_new = split == num_splits - 1 && args.context_lens[row] > 0;
-        begin = past * split / num_splits, past_count = past * (split + 1) / num_splits - begin, count = past_count + has_new;
-        const int position = min(max(args.positions[row], 0), args.max_positions - 1);
-        float *angles = (float *)(cta.smem + cta.at.angles);
-        if (threadIdx.x < STEP_HEAD_DIM) angles[threadIdx.x] = args.cos_sin[(int64_t)position * STEP_HEAD_DIM + threadIdx.x];
+        const float *angles = (const float *)(cta.smem + cta.at.angles);
         turner.angles = angles + cta.lane % 16 * 4;
     }
     /* Where a key's K and V are. */
     __device__ __forceinline__ void find(int64_t &k_at, int64_t &v_at, int i) const
     {
         const pk_step_args &args = cta.args;
-        const uint32_t block = (uint32_t)(begin + i) / args.block_size, place = begin + i - block * args.block_size;
-        const int found = args.block_tables[row * args.table_stride + block];
+        const uint32_t block = (uint32_t)(item.begin + i) / args.block_size, place = item.begin + i - block * args.block_size;
+        const int found = args.block_tables[item.row * args.table_stride + block];
         const int64_t page = found >= 0 && found < args.num_blocks ? found : 0;
-        k_at = page * args.k_strides.block + place * args.k_strides.slot + kv_head * args.k_strides.head;
-        v_at = page * args.v_strides.block + place * args.v_strides.slot + kv_head * args.v_strides.head;
+        k_at = page * args.k_strides.block + place * args.k_strides.slot + item.kv_head * args.k_strides.head;
+        v_at = page * args.v_strides.block + place * args.v_strides.slot + item.kv_head * args.v_strides.head;
     }
     __device__ __forceinline__ void load_key(int i)
     {
-        if (i >= past_count) return;
+        if (i >= item.past_count) return;
         int64_t k_at, v_at;
         find(k_at, v_at, i);
         load(k, cta.table()[cta.layer].k_cache + k_at), load(v, cta.table()[cta.layer].v_cache + v_at);
@@ -91,11 +80,11 @@ struct step_attention {
     /* At the start of a layer: the weight that turns this warp's head, and into the L2 the first keys of the layer after. */
     __device__ __forceinline__ void prepare()
     {
-        if (!is_here) return;
+        if (!item.is_here) return;
         const pk_step_layer &layer = cta.table()[cta.layer];
         const __nv_bfloat16 *norm = cta.warp < GROUP ? layer.q_norm : layer.k_norm;
         turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
-        if (cta.layer + 1 == cta.args.num_layers || first >= past_count || lane >= 4) return;
+        if (cta.layer + 1 == cta.args.num_layers || first >= item.past_count || lane >= 4) return;
         const pk_step_layer &next = cta.table()[cta.layer + 1];
         int64_t k_at, v_at;
         find(k_at, v_at, first);
@@ -184,7 +173,7 @@ struct step_attention {
     /* Heads of q to shared memory, and of the row's own key and value, which also go to the cache. */
     __device__ __forceinline__ void make_heads(__nv_bfloat16 *heads)
     {
-        const int num_heads = GROUP + (has_new ? 2 : 0);
+        const int num_heads = GROUP + (item.has_new ? 2 : 0);
         for (int head = cta.warp; head < num_heads; head += STEP_CONSUMERS) {
             if (head >= STEP_CONSUMERS) { /* of a group of eight: those of the key */
                 const __nv_bfloat16 *norm = cta.table()[cta.layer].k_norm;
@@ -197,9 +186,9 @@ struct step_attention {
     {
         const pk_step_args &args = cta.args;
         const pk_step_layer &layer = cta.table()[cta.layer];
-        const int at = head < GROUP ? kv_head * GROUP + head : args.q_heads + (head == GROUP ? 0 : args.kv_heads) + kv_head;
+        const int at = head < GROUP ? item.kv_head * GROUP + head : args.q_heads + (head == GROUP ? 0 : args.kv_heads) + item.kv_head;
         const uint64_t *from = cta.params.words.qkv +
-                               (row * (args.q_heads + 2 * args.kv_heads) + at) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
+                               (item.row * (args.q_heads + 2 * args.kv_heads) + at) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
         uint32_t data[2];
         waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
         uint2 bits = {data[0], data[1]};
@@ -209,15 +198,15 @@ struct step_attention {
     }
     __device__ __forceinline__ void store(__nv_bfloat16 *cache, const pk_cache_strides &strides, uint2 bits) const
     {
-        const int slot = cta.args.slots[row], block_size = cta.args.block_size;
+        const int slot = cta.args.slots[item.row], block_size = cta.args.block_size;
         if (slot < 0 || slot >= cta.args.num_blocks * block_size) return;
-        cache += slot / block_size * strides.block + slot % block_size * strides.slot + kv_head * strides.head;
+        cache += slot / block_size * strides.block + slot % block_size * strides.slot + item.kv_head * strides.head;
         *(uint2 *)(cache + cta.lane * 4) = bits;
     }
 
     __device__ __forceinline__ void run()
     {
-        if (!is_here) return;
+        if (!item.is_here) return;
         const pk_step_args &args = cta.args;
         __nv_bfloat16 *heads = (__nv_bfloat16 *)(cta.smem + cta.at.heads);
 #pragma unroll
@@ -238,17 +227,17 @@ struct step_attention {
         }
         const float scale = args.softmax_scale * 1.44269504f;
         float *states = (float *)(cta.smem + cta.at.states);
-        const int num_warps = min(STEP_CONSUMERS, (count + KEYS - 1) / KEYS);
+        const int num_warps = min(STEP_CONSUMERS, (item.count + KEYS - 1) / KEYS);
         if (cta.warp < num_warps) {
 #pragma unroll 1
-            for (int i = first; i - cta.lane / LANES < count; i += PASS) { /* by whole warps */
-                if (has_new && i == count - 1)
+            for (int i = first; i - cta.lane / LANES < item.count; i += PASS) { /* by whole warps */
+                if (item.has_new && i == item.count - 1)
                     load(k, heads + GROUP * STEP_HEAD_DIM), load(v, heads + (GROUP + 1) * STEP_HEAD_DIM);
                 uint32_t k_now[PAIRS], v_now[PAIRS];
 #pragma unroll
                 for (int p = 0; p < PAIRS; p++) k_now[p] = k[p], v_now[p] = v[p];
                 load_key(i + PASS);
-                add_key(q, k_now, v_now, i < count, scale);
+                add_key(q, k_now, v_now, i < item.count, scale);
             }
             STEP_MARK(cta, 17);
             const int kept = merge_keys();
@@ -288,7 +277,7 @@ struct step_attention {
                 value = fmaf(from[w * STRIDE + dim], __shfl_sync(~0u, fade, w), value);
             top = __shfl_sync(~0u, top, 0), total = __shfl_sync(~0u, total, 0);
             uint64_t *to = cta.params.words.states +
-                           (((int64_t)row * cta.args.q_heads + kv_head * GROUP + h) * STEP_SPLITS + split) * STEP_STATE;
+                           (((int64_t)item.row * cta.args.q_heads + item.kv_head * GROUP + h) * STEP_SPLITS + item.split) * STEP_STATE;
             step_store_word(to + 2 + dim, __float_as_uint(value), cta.epoch);
             if (dim < 2) step_store_word(to + dim, __float_as_uint(dim == 0 ? top : total), cta.epoch);
         }

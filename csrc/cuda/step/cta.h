@@ -38,6 +38,25 @@ struct step_turns {
     }
 };
 
+/* What of attention is this CTA's, the same in all layers: keys of a row, for the query heads of a KV head. */
+struct step_item {
+    int is_here, row, kv_head, split;
+    int begin, past_count, count; /* keys; of all of them the new one is the last */
+    int has_new;
+
+    __device__ step_item(const pk_step_params &params)
+    {
+        const pk_step_args &args = params.args;
+        const int index = blockIdx.x / params.num_splits;
+        is_here = index < args.num_rows * args.kv_heads, split = blockIdx.x % params.num_splits;
+        row = is_here ? index / args.kv_heads : 0, kv_head = index % args.kv_heads;
+        const uint32_t len = max(args.context_lens[row], 0), past = min(max(len, 1u) - 1, args.max_positions - 1u);
+        has_new = len > 0 && split == params.num_splits - 1;
+        begin = past * split / params.num_splits, past_count = past * (split + 1) / params.num_splits - begin;
+        count = past_count + has_new;
+    }
+};
+
 /* A CTA as all of its warps see it. */
 struct step_cta {
     const pk_step_params &params;
@@ -53,6 +72,7 @@ struct step_cta {
     {
     }
     __device__ const pk_step_layer *table() const { return (const pk_step_layer *)(smem + at.table); }
+    __device__ step_item &item() const { return *(step_item *)(smem + at.item); }
     __device__ float *sums(int turn) const
     {
         return (float *)(smem + at.sums) + turn * args.num_rows * STEP_CONSUMERS * STEP_SUMS;

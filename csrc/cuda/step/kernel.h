@@ -23,6 +23,12 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
     for (int i = threadIdx.x; i < params.num_stages * STEP_CHUNK / 16; i += STEP_THREADS)
         ((uint4 *)(smem + cta.at.ring))[i] = uint4{}; /* zeros times what lies behind a row's end are zeros */
     if (threadIdx.x < STEP_ROWS) ((pk_candidate *)(smem + cta.at.best))[threadIdx.x] = 0;
+    if (threadIdx.x == 0) cta.item() = step_item(params);
+    __syncthreads();
+    if (threadIdx.x < STEP_HEAD_DIM) {
+        const int position = min(max(args.positions[cta.item().row], 0), args.max_positions - 1);
+        ((float *)(smem + cta.at.angles))[threadIdx.x] = args.cos_sin[(int64_t)position * STEP_HEAD_DIM + threadIdx.x];
+    }
     cta.epoch = params.words.head[0] * (uint32_t)(args.num_layers + 1);
     sm90::fence_async_proxy();
     __syncthreads();
@@ -31,7 +37,6 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         const uint32_t base = cta.epoch;
         step_multiplier<ROWS> multiplier(cta);
         step_attention<GROUP> attention(cta, multiplier.waiter);
-        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING); /* for the angles */
 #pragma unroll 1
         for (;; cta.layer++) {
             cta.epoch = base + cta.layer + 1;

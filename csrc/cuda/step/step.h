@@ -71,7 +71,7 @@ struct pk_step_words {
 
 /* Places in shared memory. */
 struct step_smem {
-    int ring, sums, squares, table, stash, angles, heads, states, best, barriers, bytes;
+    int ring, sums, squares, table, stash, item, angles, heads, states, best, barriers, bytes;
 
     step_smem() = default;
     step_smem(const pk_step_args &args, int num_stages)
@@ -83,6 +83,7 @@ struct step_smem {
         squares = at, at += 2 * args.num_rows * STEP_CONSUMERS * 4;
         table = at, at += args.num_layers * (int)sizeof(pk_step_layer);
         stash = at, at += args.num_rows * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) * (STEP_COLUMNS / 2) * 4;
+        item = at, at += 32;
         angles = at, at += STEP_HEAD_DIM * 4;
         heads = at, at += (group + 2) * STEP_HEAD_DIM * 2;
         states = at, at += STEP_CONSUMERS * group * (STEP_HEAD_DIM + 4) * 4;

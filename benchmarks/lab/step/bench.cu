@@ -12,14 +12,14 @@
 #include <string>
 #include <vector>
 
-#define CK(x)                                                                                          \
-    do {                                                                                               \
-        cudaError_t e_ = (x);                                                                          \
-        if (e_ != cudaSuccess) {                                                                       \
-            printf("CUDA error %s at %s:%d: %s\n", #x, __FILE__, __LINE__, cudaGetErrorString(e_));    \
-            fflush(stdout);                                                                            \
-            exit(1);                                                                                   \
-        }                                                                                              \
+#define CK(x)                                                                                       \
+    do {                                                                                            \
+        cudaError_t e_ = (x);                                                                       \
+        if (e_ != cudaSuccess) {                                                                    \
+            printf("CUDA error %s at %s:%d: %s\n", #x, __FILE__, __LINE__, cudaGetErrorString(e_)); \
+            fflush(stdout);                                                                         \
+            exit(1);                                                                                \
+        }                                                                                           \
     } while (0)
 
 template <typename T>
@@ -80,7 +80,8 @@ struct difference {
         for (size_t i = 0; i < n; i++) {
             double d = of(x[i]) - of(y[i]);
             if (!(fabs(d) < 1e30)) d = 1e30;
-            apart += d * d, size += (double)of(y[i]) * of(y[i]), most = std::max(most, fabs(d)), unequal += x[i] != y[i];
+            apart += d * d, size += (double)of(y[i]) * of(y[i]), most = std::max(most, fabs(d)),
+                                                                 unequal += x[i] != y[i];
         }
         count += n;
     }
@@ -100,8 +101,7 @@ static kernel_type kernel_of(int rows, int group)
 {
 #define K(r, g) \
     if (rows == r && group == g) return decode_step_kernel<r, g>;
-    K(1, 2) K(2, 2) K(4, 2) K(1, 4) K(2, 4) K(4, 4)
-    printf("no kernel of %d rows, %d heads\n", rows, group);
+    K(1, 2) K(2, 2) K(4, 2) K(1, 4) K(2, 4) K(4, 4) printf("no kernel of %d rows, %d heads\n", rows, group);
     exit(1);
 }
 static std::map<std::string, std::string> options;
@@ -122,20 +122,45 @@ static std::vector<int> list_of(const char *key, const char *otherwise)
 static uint32_t *the_trace;
 static void print_trace(const shape &m)
 {
-    static const struct { const char *what; int at, from; } rows[] = {
-        {"q k v: weights in registers", 0, 15}, {"x there", 1, 0}, {"multiplied", 2, 1}, {"handed over", 3, 2},
-        {"  sender: sums there", 23, 3}, {"  sender: sent", 24, 23},
-        {"heads made", 20, 3}, {"all heads", 16, 20}, {"keys", 17, 16}, {"merged in warp", 18, 17}, {"all warps", 21, 18}, {"state sent", 22, 21}, {"  sender: merged, sent", 31, 22},
-        {"o: weights in registers", 4, 22}, {"attention there", 5, 4}, {"multiplied", 6, 5}, {"handed over", 7, 6},
-        {"  sender: sums there", 25, 7}, {"  sender: sent", 26, 25},
-        {"gate-up: weights in registers", 8, 7}, {"x there", 9, 8}, {"multiplied", 10, 9}, {"handed over", 11, 10},
-        {"  sender: sums there", 27, 11}, {"  sender: sent", 28, 27},
-        {"down: weights in registers", 12, 11}, {"activations there", 13, 12}, {"multiplied", 14, 13}, {"handed over", 15, 14},
-        {"  sender: sums there", 29, 15}, {"  sender: sent", 30, 29}};
+    static const struct {
+        const char *what;
+        int at, from;
+    } rows[] = {{"q k v: weights in registers", 0, 15},
+                {"x there", 1, 0},
+                {"multiplied", 2, 1},
+                {"handed over", 3, 2},
+                {"  sender: sums there", 23, 3},
+                {"  sender: sent", 24, 23},
+                {"heads made", 20, 3},
+                {"all heads", 16, 20},
+                {"keys", 17, 16},
+                {"merged in warp", 18, 17},
+                {"all warps", 21, 18},
+                {"state sent", 22, 21},
+                {"  sender: merged, sent", 31, 22},
+                {"o: weights in registers", 4, 22},
+                {"attention there", 5, 4},
+                {"multiplied", 6, 5},
+                {"handed over", 7, 6},
+                {"  sender: sums there", 25, 7},
+                {"  sender: sent", 26, 25},
+                {"gate-up: weights in registers", 8, 7},
+                {"x there", 9, 8},
+                {"multiplied", 10, 9},
+                {"handed over", 11, 10},
+                {"  sender: sums there", 27, 11},
+                {"  sender: sent", 28, 27},
+                {"down: weights in registers", 12, 11},
+                {"activations there", 13, 12},
+                {"multiplied", 14, 13},
+                {"handed over", 15, 14},
+                {"  sender: sums there", 29, 15},
+                {"  sender: sent", 30, 29}};
     auto t = download(the_trace, m.layers * 32);
     for (auto &r : rows) {
         double sum = 0;
-        for (int l = 4; l < m.layers; l++) sum += (int32_t)(t[l * 32 + r.at] - t[(r.at == 0 ? l - 1 : l) * 32 + r.from]);
+        for (int l = 4; l < m.layers; l++)
+            sum += (int32_t)(t[l * 32 + r.at] - t[(r.at == 0 ? l - 1 : l) * 32 + r.from]);
         printf("    %-32s %7.0f\n", r.what, sum / (m.layers - 4));
     }
     printf("    a layer: %.0f clocks\n", (t[(m.layers - 1) * 32 + 15] - t[3 * 32 + 15]) / (double)(m.layers - 4));
@@ -144,7 +169,10 @@ static void print_trace(const shape &m)
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) return printf("bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=1] [kb=128] [flags=0] [stages=12] [runs=24] [fault=0]\n"), 1;
+    if (argc < 4)
+        return printf(
+                   "bench MODEL ROWS CONTEXT [ctas=128] [flying=3] [prefetch=1] [kb=128] [flags=0] [stages=12] [runs=24] [fault=0]\n"),
+               1;
     for (int i = 4; i < argc; i++) {
         std::string a = argv[i];
         options[a.substr(0, a.find('='))] = a.substr(a.find('=') + 1);
@@ -154,35 +182,42 @@ int main(int argc, char **argv)
     cudaDeviceProp prop;
     CK(cudaGetDeviceProperties(&prop, 0));
     pk_step_args a = {};
-    a.num_layers = m.layers, a.hidden = m.hidden, a.ffn = m.ffn, a.q_heads = m.q_heads, a.kv_heads = m.kv_heads, a.vocab = m.vocab;
+    a.num_layers = m.layers, a.hidden = m.hidden, a.ffn = m.ffn, a.q_heads = m.q_heads, a.kv_heads = m.kv_heads,
+    a.vocab = m.vocab;
     a.eps = 1e-6f, a.softmax_scale = 0.08838834764831845f, a.block_size = block_size, a.num_rows = rows;
     a.max_positions = context + 32;
     const int pages_each = context / block_size + 2, num_pages = pages_each * rows + 3;
     a.num_blocks = num_pages;
     a.k_strides = a.v_strides = {(int64_t)block_size * m.kv_heads * 128, m.kv_heads * 128, 128};
-    const size_t cache = (size_t)num_pages * block_size * m.kv_heads * 128, width = m.q_heads * 128, heads = (m.q_heads + 2 * m.kv_heads) * 128;
+    const size_t cache = (size_t)num_pages * block_size * m.kv_heads * 128, width = m.q_heads * 128,
+                 heads = (m.q_heads + 2 * m.kv_heads) * 128;
     std::vector<pk_step_layer> layers(m.layers);
     const float sh = 1 / sqrtf(m.hidden);
     for (auto &l : layers) {
         l.qkv = random_bf16(heads * m.hidden, sh), l.o = random_bf16((size_t)m.hidden * width, 0.5f / sqrtf(width));
-        l.gate_up = random_bf16((size_t)2 * m.ffn * m.hidden, sh), l.down = random_bf16((size_t)m.hidden * m.ffn, 0.5f / sqrtf(m.ffn));
+        l.gate_up = random_bf16((size_t)2 * m.ffn * m.hidden, sh),
+        l.down = random_bf16((size_t)m.hidden * m.ffn, 0.5f / sqrtf(m.ffn));
         l.q_norm = random_bf16(128, 0.1f, 1), l.k_norm = random_bf16(128, 0.1f, 1);
         l.k_cache = random_bf16(cache, 1), l.v_cache = random_bf16(cache, 1);
     }
     a.layers = upload(layers);
-    a.embedding = random_bf16((size_t)m.vocab * m.hidden, 1), a.head = a.embedding, a.norm = random_bf16(m.hidden, 0.1f, 1);
+    a.embedding = random_bf16((size_t)m.vocab * m.hidden, 1), a.head = a.embedding,
+    a.norm = random_bf16(m.hidden, 0.1f, 1);
     std::vector<float> cs((size_t)a.max_positions * 128);
     for (int p = 0; p < a.max_positions; p++)
-        for (int i = 0; i < 64; i++) cs[p * 128 + i] = cosf(p * powf(1e6f, -i / 64.f)), cs[p * 128 + 64 + i] = sinf(p * powf(1e6f, -i / 64.f));
+        for (int i = 0; i < 64; i++)
+            cs[p * 128 + i] = cosf(p * powf(1e6f, -i / 64.f)), cs[p * 128 + 64 + i] = sinf(p * powf(1e6f, -i / 64.f));
     a.cos_sin = upload(cs);
-    std::vector<int32_t> tokens(rows), positions(rows), slots(rows), lens(rows), table((size_t)rows * pages_each), order(num_pages);
+    std::vector<int32_t> tokens(rows), positions(rows), slots(rows), lens(rows), table((size_t)rows * pages_each),
+        order(num_pages);
     for (int i = 0; i < num_pages; i++) order[i] = i;
     srand(7);
     for (int i = num_pages - 1; i > 0; i--) std::swap(order[i], order[rand() % (i + 1)]);
     std::vector<float> temperatures(rows);
     std::vector<int64_t> seeds(rows);
     for (int r = 0; r < rows; r++) {
-        lens[r] = std::max(1, context - r * 37 % std::max(context, 1)), positions[r] = lens[r] - 1, tokens[r] = (1234 + r * 777) % m.vocab;
+        lens[r] = std::max(1, context - r * 37 % std::max(context, 1)), positions[r] = lens[r] - 1,
+        tokens[r] = (1234 + r * 777) % m.vocab;
         for (int i = 0; i < pages_each; i++) table[r * pages_each + i] = order[r * pages_each + i];
         slots[r] = table[r * pages_each + positions[r] / block_size] * block_size + positions[r] % block_size;
         temperatures[r] = r % 2 ? 0.8f : 0, seeds[r] = 99 + r;
@@ -197,7 +232,8 @@ int main(int argc, char **argv)
     pk_step_params p = {};
     p.args = a;
     for (auto &x : p.words.x) x = dev<uint64_t>(rows * m.hidden / 2);
-    p.words.qkv = dev<uint64_t>(rows * heads / 2), p.words.states = dev<uint64_t>((size_t)rows * m.q_heads * STEP_SPLITS * STEP_STATE);
+    p.words.qkv = dev<uint64_t>(rows * heads / 2),
+    p.words.states = dev<uint64_t>((size_t)rows * m.q_heads * STEP_SPLITS * STEP_STATE);
     p.words.attention = dev<uint64_t>(rows * width / 2), p.words.gated = dev<uint64_t>(rows * m.ffn / 2);
     p.words.best = dev<uint64_t>(rows * 2 * prop.multiProcessorCount), p.words.head = dev<uint32_t>(16);
 #ifdef STEP_TRACE
@@ -212,7 +248,8 @@ int main(int argc, char **argv)
     cudaStream_t stream;
     CK(cudaStreamCreate(&stream));
     auto set = [&](int ctas, int flying, int prefetch, int flags, int stages) {
-        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.flags = flags, p.prefetch_bytes = list_of("kb", "128")[0] << 10;
+        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.flags = flags,
+        p.prefetch_bytes = list_of("kb", "128")[0] << 10;
         p.num_splits = std::max(1, std::min((int)STEP_SPLITS, ctas / (rows * m.kv_heads)));
         while (step_smem(a, stages).bytes > most_smem) stages--;
         p.at = step_smem(a, stages), p.num_stages = stages, p.in_flight = std::min(flying, stages);
@@ -221,7 +258,8 @@ int main(int argc, char **argv)
     auto launch = [&]() {
         cudaLaunchAttribute at[1];
         at[0].id = cudaLaunchAttributeCooperative, at[0].val.cooperative = 1;
-        cudaLaunchConfig_t c = {dim3(p.num_ctas - missing), dim3(STEP_THREADS), (size_t)step_smem(a, p.num_stages).bytes, stream, at, 1};
+        cudaLaunchConfig_t c = {
+            dim3(p.num_ctas - missing), dim3(STEP_THREADS), (size_t)step_smem(a, p.num_stages).bytes, stream, at, 1};
         CK(cudaLaunchKernelEx(&c, kernel, p));
     };
     auto status = [&](const char *where) {
@@ -238,8 +276,8 @@ int main(int argc, char **argv)
     set(list_of("ctas", "128")[0], list_of("flying", "3")[0], list_of("prefetch", "1")[0], list_of("flags", "0")[0],
         list_of("stages", "12")[0]);
     CK(cudaDeviceSynchronize());
-    printf("%s rows %d context %d: %d regs, %d B local, %d B smem, %d stages, %d splits\n", argv[1], rows, context, fa.numRegs, (int)fa.localSizeBytes,
-           step_smem(a, p.num_stages).bytes, p.num_stages, p.num_splits);
+    printf("%s rows %d context %d: %d regs, %d B local, %d B smem, %d stages, %d splits\n", argv[1], rows, context,
+           fa.numRegs, (int)fa.localSizeBytes, step_smem(a, p.num_stages).bytes, p.num_stages, p.num_splits);
     fflush(stdout);
 
     /* right? */
@@ -248,7 +286,8 @@ int main(int argc, char **argv)
     if (!status("the first step")) return 1;
     twin t = {};
     t.args = a;
-    t.qkv = dev<float>(rows * heads), t.attention = dev<__nv_bfloat16>(rows * width), t.gated = dev<__nv_bfloat16>((size_t)rows * m.ffn);
+    t.qkv = dev<float>(rows * heads), t.attention = dev<__nv_bfloat16>(rows * width),
+    t.gated = dev<__nv_bfloat16>((size_t)rows * m.ffn);
     for (auto &x : t.x) x = dev<__nv_bfloat16>(x_size);
     t.knew = dev<__nv_bfloat16>(rows * m.kv_heads * 128), t.vnew = dev<__nv_bfloat16>(rows * m.kv_heads * 128);
     t.logits = dev<float>((size_t)rows * m.vocab), t.best = dev<unsigned long long>(rows);
@@ -258,7 +297,8 @@ int main(int argc, char **argv)
     int worst_at = 0;
     __nv_bfloat16 *before = dev<__nv_bfloat16>(x_size);
     for (int r = 0; r < rows; r++)
-        CK(cudaMemcpy(before + (size_t)r * m.hidden, a.embedding + (size_t)tokens[r] * m.hidden, m.hidden * 2, cudaMemcpyDeviceToDevice));
+        CK(cudaMemcpy(before + (size_t)r * m.hidden, a.embedding + (size_t)tokens[r] * m.hidden, m.hidden * 2,
+                      cudaMemcpyDeviceToDevice));
     for (int l = 0; l < m.layers; l++) { /* each from what the kernel had before it */
         const __nv_bfloat16 *own[2] = {dump + (size_t)l * 2 * x_size, dump + ((size_t)l * 2 + 1) * x_size};
         twin_qkv<<<dim3(heads / 8, rows), 256>>>(t, l, a.layers, before);
@@ -273,7 +313,9 @@ int main(int argc, char **argv)
             d.add(own[half], t.x[half], x_size);
             if (d.relative() > worst) worst = d.relative(), worst_at = l * 2 + half;
             all[half].add(own[half], t.x[half], x_size);
-            if (d.relative() > 1e-2 && l < 2) printf("  layer %d half %d: %.2e apart, %zu of %zu differ\n", l, half, d.relative(), d.unequal, d.count);
+            if (d.relative() > 1e-2 && l < 2)
+                printf("  layer %d half %d: %.2e apart, %zu of %zu differ\n", l, half, d.relative(), d.unequal,
+                       d.count);
         }
         for (int r = 0; r < rows; r++)
             for (int kv = 0; kv < 2; kv++)
@@ -287,11 +329,14 @@ int main(int argc, char **argv)
     auto best = download(t.best, rows);
     bool same = true;
     for (int r = 0; r < rows; r++) same &= sampled[r] == (int32_t) ~(uint32_t)best[r];
-    for (int r = 0; r < rows && !same; r++) printf("  row %d: token %d, the twin's %d\n", r, sampled[r], (int32_t) ~(uint32_t)best[r]);
+    for (int r = 0; r < rows && !same; r++)
+        printf("  row %d: token %d, the twin's %d\n", r, sampled[r], (int32_t) ~(uint32_t)best[r]);
     const bool is_right = worst < 5e-3 && all[2].relative() < 5e-3 && same;
-    printf("  twin: x %.1e and %.1e apart (worst %.1e in half %d; %.2f%% of values differ), new K V %.1e, tokens %s: %s\n", all[0].relative(),
-           all[1].relative(), worst, worst_at, 100. * (all[0].unequal + all[1].unequal) / (all[0].count + all[1].count), all[2].relative(),
-           same ? "the same" : "DIFFERENT", is_right ? "RIGHT" : "WRONG");
+    printf(
+        "  twin: x %.1e and %.1e apart (worst %.1e in half %d; %.2f%% of values differ), new K V %.1e, tokens %s: %s\n",
+        all[0].relative(), all[1].relative(), worst, worst_at,
+        100. * (all[0].unequal + all[1].unequal) / (all[0].count + all[1].count), all[2].relative(),
+        same ? "the same" : "DIFFERENT", is_right ? "RIGHT" : "WRONG");
     fflush(stdout);
     const int runs = list_of("runs", "24")[0];
     auto first = download((const uint16_t *)dump, dump_size);
@@ -317,13 +362,15 @@ int main(int argc, char **argv)
         const bool is_noticed = !status("the fault");
         float ms;
         CK(cudaEventElapsedTime(&ms, e0, e1));
-        printf("  a missing CTA: %s after %.1f ms, token %d\n", is_noticed ? "noticed" : "NOT NOTICED", ms, download(a.sample.out, rows)[0]);
+        printf("  a missing CTA: %s after %.1f ms, token %d\n", is_noticed ? "noticed" : "NOT NOTICED", ms,
+               download(a.sample.out, rows)[0]);
         missing = 0, p.flags &= ~STEP_SHORT_WAIT;
         p.args.dump = dump;
         launch();
         status("the step after");
         auto again = download((const uint16_t *)dump, dump_size);
-        printf("  the step after it: %s\n", memcmp(first.data(), again.data(), dump_size * 2) ? "WRONG" : "the same bits");
+        printf("  the step after it: %s\n",
+               memcmp(first.data(), again.data(), dump_size * 2) ? "WRONG" : "the same bits");
         p.args.dump = nullptr;
     }
 
@@ -331,39 +378,43 @@ int main(int argc, char **argv)
     cudaEvent_t e0, e1;
     CK(cudaEventCreate(&e0));
     CK(cudaEventCreate(&e1));
-    const double bytes = 2.0 * ((double)m.layers * (heads * m.hidden + (double)m.hidden * width + 3.0 * m.ffn * m.hidden) + (double)m.vocab * m.hidden) +
-                         4.0 * m.layers * rows * context * m.kv_heads * 128;
+    const double bytes =
+        2.0 * ((double)m.layers * (heads * m.hidden + (double)m.hidden * width + 3.0 * m.ffn * m.hidden) +
+               (double)m.vocab * m.hidden) +
+        4.0 * m.layers * rows * context * m.kv_heads * 128;
     for (int ctas : list_of("ctas", "128"))
-    for (int stages : list_of("stages", "12"))
-    for (int flags : list_of("flags", "0"))
-    for (int prefetch : list_of("prefetch", "1"))
-    for (int flying : list_of("flying", "3")) {
-        set(ctas, flying, prefetch, flags, stages);
-        cudaGraph_t graph;
-        cudaGraphExec_t exec;
-        const int N = 40;
-        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        for (int i = 0; i < N; i++) launch();
-        CK(cudaStreamEndCapture(stream, &graph));
-        CK(cudaGraphInstantiate(&exec, graph, 0));
-        std::vector<double> times;
-        for (int i = 0; i < 6; i++) {
-            CK(cudaEventRecord(e0, stream));
-            CK(cudaGraphLaunch(exec, stream));
-            CK(cudaEventRecord(e1, stream));
-            if (!status("a graph")) return 1;
-            float ms;
-            CK(cudaEventElapsedTime(&ms, e0, e1));
-            if (i > 0) times.push_back(ms * 1000 / N);
-        }
-        std::sort(times.begin(), times.end());
-        printf("RESULT %s rows %d context %5d ctas %d stages %d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, %.0f GB/s\n",
-               argv[1], rows, context, ctas, p.num_stages, flags, prefetch, p.in_flight, times[times.size() / 2], times[0], times.back(),
-               1e6 / times[times.size() / 2] * rows, bytes / times[times.size() / 2] / 1e3);
-        fflush(stdout);
-        CK(cudaGraphExecDestroy(exec));
-        CK(cudaGraphDestroy(graph));
-    }
+        for (int stages : list_of("stages", "12"))
+            for (int flags : list_of("flags", "0"))
+                for (int prefetch : list_of("prefetch", "1"))
+                    for (int flying : list_of("flying", "3")) {
+                        set(ctas, flying, prefetch, flags, stages);
+                        cudaGraph_t graph;
+                        cudaGraphExec_t exec;
+                        const int N = 40;
+                        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+                        for (int i = 0; i < N; i++) launch();
+                        CK(cudaStreamEndCapture(stream, &graph));
+                        CK(cudaGraphInstantiate(&exec, graph, 0));
+                        std::vector<double> times;
+                        for (int i = 0; i < 6; i++) {
+                            CK(cudaEventRecord(e0, stream));
+                            CK(cudaGraphLaunch(exec, stream));
+                            CK(cudaEventRecord(e1, stream));
+                            if (!status("a graph")) return 1;
+                            float ms;
+                            CK(cudaEventElapsedTime(&ms, e0, e1));
+                            if (i > 0) times.push_back(ms * 1000 / N);
+                        }
+                        std::sort(times.begin(), times.end());
+                        printf(
+                            "RESULT %s rows %d context %5d ctas %d stages %d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, %.0f GB/s\n",
+                            argv[1], rows, context, ctas, p.num_stages, flags, prefetch, p.in_flight,
+                            times[times.size() / 2], times[0], times.back(), 1e6 / times[times.size() / 2] * rows,
+                            bytes / times[times.size() / 2] / 1e3);
+                        fflush(stdout);
+                        CK(cudaGraphExecDestroy(exec));
+                        CK(cudaGraphDestroy(graph));
+                    }
 #ifdef STEP_TRACE
     print_trace(m);
 #endif

@@ -49,7 +49,8 @@ __global__ void twin_turn(twin t, int layer, const pk_step_layer *layers)
         if (d % 32 == 0) part[d / 32] = s;
         __syncthreads();
         if (norm)
-            x = twin_round(twin_round(x * rsqrtf((part[0] + part[1] + part[2] + part[3]) / 128 + a.eps)) * __bfloat162float(norm[d]));
+            x = twin_round(twin_round(x * rsqrtf((part[0] + part[1] + part[2] + part[3]) / 128 + a.eps)) *
+                           __bfloat162float(norm[d]));
         y[d] = x;
         __syncthreads();
         const float *cs = a.cos_sin + (size_t)a.positions[r] * 128;
@@ -65,7 +66,8 @@ __global__ void twin_turn(twin t, int layer, const pk_step_layer *layers)
 __global__ void twin_attention(twin t, int layer, const pk_step_layer *layers, float *scores)
 {
     const pk_step_args &a = t.args;
-    const int heads = a.q_heads + 2 * a.kv_heads, h = blockIdx.x, r = blockIdx.y, kv = h / (a.q_heads / a.kv_heads), n = a.context_lens[r];
+    const int heads = a.q_heads + 2 * a.kv_heads, h = blockIdx.x, r = blockIdx.y, kv = h / (a.q_heads / a.kv_heads),
+              n = a.context_lens[r];
     float *s = scores + ((size_t)r * a.q_heads + h) * a.max_positions;
     const float *q = t.qkv + ((size_t)r * heads + h) * 128;
     auto at = [&](int key, const pk_cache_strides &st) {
@@ -73,7 +75,8 @@ __global__ void twin_attention(twin t, int layer, const pk_step_layer *layers, f
         return page * st.block + key % a.block_size * st.slot + kv * st.head;
     };
     for (int key = threadIdx.x / 32; key < n; key += 4) {
-        const __nv_bfloat16 *k = key == n - 1 ? t.knew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].k_cache + at(key, a.k_strides);
+        const __nv_bfloat16 *k =
+            key == n - 1 ? t.knew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].k_cache + at(key, a.k_strides);
         float sum = 0;
         for (int d = threadIdx.x % 32; d < 128; d += 32) sum += q[d] * __bfloat162float(k[d]);
         sum = twin_sum(sum);
@@ -83,13 +86,15 @@ __global__ void twin_attention(twin t, int layer, const pk_step_layer *layers, f
     float top = -1e30f, total = 0, out = 0;
     for (int key = 0; key < n; key++) top = fmaxf(top, s[key]);
     for (int key = 0; key < n; key++) {
-        const __nv_bfloat16 *v = key == n - 1 ? t.vnew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].v_cache + at(key, a.v_strides);
+        const __nv_bfloat16 *v =
+            key == n - 1 ? t.vnew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].v_cache + at(key, a.v_strides);
         const float p = __expf(s[key] - top);
         total += p, out += p * __bfloat162float(v[threadIdx.x]);
     }
     t.attention[((size_t)r * a.q_heads + h) * 128 + threadIdx.x] = __float2bfloat16(n ? out / total : 0);
 }
-__global__ void twin_add(twin t, const __nv_bfloat16 *w, const __nv_bfloat16 *in, int size, const __nv_bfloat16 *x, __nv_bfloat16 *to)
+__global__ void twin_add(twin t, const __nv_bfloat16 *w, const __nv_bfloat16 *in, int size, const __nv_bfloat16 *x,
+                         __nv_bfloat16 *to)
 {
     const int n = t.args.hidden, o = blockIdx.x * 8 + threadIdx.x / 32, r = blockIdx.y;
     if (o >= n) return;
@@ -100,7 +105,8 @@ __global__ void twin_gate(twin t, const __nv_bfloat16 *w, const __nv_bfloat16 *x
 {
     const int n = t.args.ffn, k = t.args.hidden, o = blockIdx.x * 8 + threadIdx.x / 32, r = blockIdx.y;
     if (o >= n) return;
-    float sq, g = twin_dot(w + (size_t)o * k, x + (size_t)r * k, k, &sq), u = twin_dot(w + (size_t)(o + n) * k, x + (size_t)r * k, k, nullptr);
+    float sq, g = twin_dot(w + (size_t)o * k, x + (size_t)r * k, k, &sq),
+              u = twin_dot(w + (size_t)(o + n) * k, x + (size_t)r * k, k, nullptr);
     const float rms = rsqrtf(sq / k + t.args.eps);
     g = twin_round(g * rms), u = twin_round(u * rms);
     if (threadIdx.x % 32 == 0) t.gated[(size_t)r * n + o] = __float2bfloat16(twin_round(g / (1 + __expf(-g))) * u);
@@ -113,7 +119,8 @@ __global__ void twin_head(twin t, const __nv_bfloat16 *x)
     float sum = 0, sq = 0;
     for (int i = threadIdx.x % 32; i < a.hidden; i += 32) {
         const float v = __bfloat162float(x[(size_t)r * a.hidden + i]);
-        sum += twin_round(v * __bfloat162float(a.norm[i])) * __bfloat162float(a.head[(size_t)o * a.hidden + i]), sq += v * v;
+        sum += twin_round(v * __bfloat162float(a.norm[i])) * __bfloat162float(a.head[(size_t)o * a.hidden + i]),
+            sq += v * v;
     }
     sum = twin_sum(sum), sq = twin_sum(sq);
     if (threadIdx.x % 32) return;

@@ -64,7 +64,8 @@ struct step_attention {
     __device__ __forceinline__ void find(int64_t &k_at, int64_t &v_at, int i) const
     {
         const pk_step_args &args = cta.args;
-        const uint32_t block = (uint32_t)(item.begin + i) / args.block_size, place = item.begin + i - block * args.block_size;
+        const uint32_t block = (uint32_t)(item.begin + i) / args.block_size,
+                       place = item.begin + i - block * args.block_size;
         const int found = args.block_tables[item.row * args.table_stride + block];
         const int64_t page = found >= 0 && found < args.num_blocks ? found : 0;
         k_at = page * args.k_strides.block + place * args.k_strides.slot + item.kv_head * args.k_strides.head;
@@ -92,7 +93,10 @@ struct step_attention {
     }
 
     /* A lane's dimensions are in pieces of 16 bytes, or one of 8. */
-    __device__ static int dim_of(int lane, int i) { return DIMS == 16 ? i / 8 * 64 + lane * 8 + i % 8 : lane * DIMS + i; }
+    __device__ static int dim_of(int lane, int i)
+    {
+        return DIMS == 16 ? i / 8 * 64 + lane * 8 + i % 8 : lane * DIMS + i;
+    }
     __device__ __forceinline__ void load(uint32_t (&to)[PAIRS], const __nv_bfloat16 *from) const
     {
         if constexpr (DIMS >= 8) {
@@ -164,7 +168,8 @@ struct step_attention {
 #pragma unroll
                 for (int i = 0; i < DIMS / 2; i++) {
                     if (i >= count) break;
-                    const float mine = is_high ? out[h][count + i] : out[h][i], other = is_high ? out[h][i] : out[h][count + i];
+                    const float mine = is_high ? out[h][count + i] : out[h][i],
+                                other = is_high ? out[h][i] : out[h][count + i];
                     out[h][i] = mine + __shfl_xor_sync(~0u, other, d);
                 }
         }
@@ -186,15 +191,18 @@ struct step_attention {
     {
         const pk_step_args &args = cta.args;
         const pk_step_layer &layer = cta.table()[cta.layer];
-        const int at = head < GROUP ? item.kv_head * GROUP + head : args.q_heads + (head == GROUP ? 0 : args.kv_heads) + item.kv_head;
+        const int at = head < GROUP ? item.kv_head * GROUP + head
+                                    : args.q_heads + (head == GROUP ? 0 : args.kv_heads) + item.kv_head;
         const uint64_t *from = cta.params.words.qkv +
-                               (item.row * (args.q_heads + 2 * args.kv_heads) + at) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
+                               (item.row * (args.q_heads + 2 * args.kv_heads) + at) * (STEP_HEAD_DIM / 2) +
+                               cta.lane * 2;
         uint32_t data[2];
         waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
         uint2 bits = {data[0], data[1]};
         if (head <= GROUP) bits = turner.turn(cta, bits, layer.q_norm != nullptr);
         *(uint2 *)(heads + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
-        if (head >= GROUP) store(head == GROUP ? layer.k_cache : layer.v_cache, head == GROUP ? args.k_strides : args.v_strides, bits);
+        if (head >= GROUP)
+            store(head == GROUP ? layer.k_cache : layer.v_cache, head == GROUP ? args.k_strides : args.v_strides, bits);
     }
     __device__ __forceinline__ void store(__nv_bfloat16 *cache, const pk_cache_strides &strides, uint2 bits) const
     {
@@ -273,11 +281,12 @@ struct step_attention {
 #pragma unroll
             for (int d = STEP_CONSUMERS / 2; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
 #pragma unroll 4
-            for (int w = 0; w < num_warps; w++)
-                value = fmaf(from[w * STRIDE + dim], __shfl_sync(~0u, fade, w), value);
+            for (int w = 0; w < num_warps; w++) value = fmaf(from[w * STRIDE + dim], __shfl_sync(~0u, fade, w), value);
             top = __shfl_sync(~0u, top, 0), total = __shfl_sync(~0u, total, 0);
-            uint64_t *to = cta.params.words.states +
-                           (((int64_t)item.row * cta.args.q_heads + item.kv_head * GROUP + h) * STEP_SPLITS + item.split) * STEP_STATE;
+            uint64_t *to =
+                cta.params.words.states +
+                (((int64_t)item.row * cta.args.q_heads + item.kv_head * GROUP + h) * STEP_SPLITS + item.split) *
+                    STEP_STATE;
             step_store_word(to + 2 + dim, __float_as_uint(value), cta.epoch);
             if (dim < 2) step_store_word(to + dim, __float_as_uint(dim == 0 ? top : total), cta.epoch);
         }

@@ -7,7 +7,12 @@
 #ifdef PK_SM90A
 
 enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_SENDING = STEP_SENDERS * 32 };
-enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5, STEP_ENDING = 6 }; /* named barriers; the first two are pairs */
+enum {
+    STEP_FULL = 1,
+    STEP_EMPTY = 3,
+    STEP_ATTENDING = 5,
+    STEP_ENDING = 6
+}; /* named barriers; the first two are pairs */
 
 /* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
 struct step_turns {
@@ -84,7 +89,8 @@ struct step_cta {
     __device__ uint32_t *stash(int row, int line) const
     {
         return (uint32_t *)(smem + at.stash) +
-               (row * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) + line) * (STEP_COLUMNS / 2) + warp * (STEP_OWN / 2) + lane;
+               (row * ((args.hidden + STEP_COLUMNS - 1) / STEP_COLUMNS) + line) * (STEP_COLUMNS / 2) +
+               warp * (STEP_OWN / 2) + lane;
     }
     /* Where x comes from: words of this warp's lines. */
     __device__ const uint64_t *source(int phase) const

@@ -18,12 +18,7 @@ struct step_multiplier {
     step_turns turns;
     float squares[4]; /* every row of x times every row */
 
-    __device__ step_multiplier(step_cta &cta)
-        : cta(cta),
-          ring(cta),
-          waiter(cta.params)
-    {
-    }
+    __device__ step_multiplier(step_cta &cta) : cta(cta), ring(cta), waiter(cta.params) {}
 
     /* This lane's columns, two neighbours of each slice, of the lines from `line` on. */
     template <int LINES>
@@ -142,7 +137,8 @@ struct step_multiplier {
 #pragma unroll
                         for (int pair = 0; pair < (BLOCKS + 1) / 2; pair++) {
                             const uint4 low = weights[l][pair * 2][unit];
-                            const uint4 high = pair * 2 + 1 < BLOCKS ? weights[l][min(pair * 2 + 1, BLOCKS - 1)][unit] : uint4{};
+                            const uint4 high =
+                                pair * 2 + 1 < BLOCKS ? weights[l][min(pair * 2 + 1, BLOCKS - 1)][unit] : uint4{};
                             mma_16816<__nv_bfloat16>(acc[pair], {low.x, high.x, low.y, high.y}, {b.x, b.y});
                             mma_16816<__nv_bfloat16>(acc[pair], {low.z, high.z, low.w, high.w}, {b.z, b.w});
                         }

@@ -109,7 +109,8 @@ struct step_ring {
         sm90::barrier_wait(full + slot * 8, turn);
 #pragma unroll
         for (int u = 0; u < STEP_UNITS; u += 2) {
-            const uint4 a = step_load_shared(at + u * 64 + odd * 64), b = step_load_shared(at + u * 64 + (odd ^ 1) * 64);
+            const uint4 a = step_load_shared(at + u * 64 + odd * 64),
+                        b = step_load_shared(at + u * 64 + (odd ^ 1) * 64);
             units[u] = {odd ? b.x : a.x, odd ? b.y : a.y, odd ? b.z : a.z, odd ? b.w : a.w};
             units[u + 1] = {odd ? a.x : b.x, odd ? a.y : b.y, odd ? a.z : b.z, odd ? a.w : b.w};
         }

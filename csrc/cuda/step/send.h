@@ -14,7 +14,8 @@ struct step_sender {
     step_cta &cta;
     step_waiter waiter;
     step_turns turns;
-    const int thread = threadIdx.x - STEP_CONSUMING - 32, row = thread / (STEP_OUTPUTS / 2), pair = thread % (STEP_OUTPUTS / 2);
+    const int thread = threadIdx.x - STEP_CONSUMING - 32, row = thread / (STEP_OUTPUTS / 2),
+              pair = thread % (STEP_OUTPUTS / 2);
     uint32_t residual = 0; /* of this CTA's rows of x */
     float rms = 0;
 
@@ -51,7 +52,8 @@ struct step_sender {
         if (!has_row() || pair * 2 >= part.count) return;
         const int token = cta.args.tokens[row];
         if (token >= 0 && token < cta.args.vocab)
-            residual = *(const uint32_t *)(cta.args.embedding + (int64_t)token * cta.args.hidden + part.first + pair * 2);
+            residual =
+                *(const uint32_t *)(cta.args.embedding + (int64_t)token * cta.args.hidden + part.first + pair * 2);
     }
     __device__ void add_residual(const step_phase &part, int phase, float2 sum)
     {
@@ -60,8 +62,9 @@ struct step_sender {
         const int half = phase == STEP_DOWN;
         send(cta.params.words.x[half], cta.args.hidden / 2, part.first / 2 + pair, residual);
         if (cta.args.dump)
-            *(uint32_t *)(cta.args.dump + ((int64_t)(cta.layer * 2 + half) * cta.args.num_rows + row) * cta.args.hidden +
-                          part.first + pair * 2) = residual;
+            *(uint32_t *)(cta.args.dump +
+                          ((int64_t)(cta.layer * 2 + half) * cta.args.num_rows + row) * cta.args.hidden + part.first +
+                          pair * 2) = residual;
     }
     __device__ __forceinline__ void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 logits) const
     {
@@ -141,9 +144,12 @@ struct step_sender {
         constexpr int TILE = 16, TILES = STEP_HEAD_DIM / TILE;
         const pk_step_args &args = cta.args;
         const int num_splits = cta.params.num_splits, num_tiles = args.num_rows * args.q_heads * TILES, lane = cta.lane;
-        for (int tile = cta.cta + place() * cta.params.num_ctas; tile < num_tiles; tile += STEP_SENDERS * cta.params.num_ctas) {
-            const int row = tile / (args.q_heads * TILES), head = tile / TILES % args.q_heads, first = tile % TILES * TILE;
-            const uint64_t *from = cta.params.words.states + ((int64_t)row * args.q_heads + head) * STEP_SPLITS * STEP_STATE;
+        for (int tile = cta.cta + place() * cta.params.num_ctas; tile < num_tiles;
+             tile += STEP_SENDERS * cta.params.num_ctas) {
+            const int row = tile / (args.q_heads * TILES), head = tile / TILES % args.q_heads,
+                      first = tile % TILES * TILE;
+            const uint64_t *from =
+                cta.params.words.states + ((int64_t)row * args.q_heads + head) * STEP_SPLITS * STEP_STATE;
             uint32_t is_wanted = lane % 16 < num_splits ? 3 : 0, data[10];
             for (int i = 0; i < 8; i++)
                 if (lane / 16 * 8 + i < num_splits) is_wanted |= 4 << i;
@@ -167,7 +173,9 @@ struct step_sender {
             const int width = args.q_heads * (STEP_HEAD_DIM / 2);
             const uint32_t bits = pk_pack_pair<__nv_bfloat16>(value, next);
             if (lane < 16 && lane % 2 == 0)
-                step_store_word(cta.params.words.attention + row * width + head * (STEP_HEAD_DIM / 2) + (first + lane) / 2, bits, cta.epoch);
+                step_store_word(
+                    cta.params.words.attention + row * width + head * (STEP_HEAD_DIM / 2) + (first + lane) / 2, bits,
+                    cta.epoch);
         }
     }
     /* The greatest candidate of all CTAs, by the first one. */
@@ -180,7 +188,8 @@ struct step_sender {
         uint64_t *words = cta.params.words.best;
         if (thread < args.num_rows * 2) {
             const uint32_t half = (uint32_t)(shared[thread / 2] >> (thread % 2 * 32));
-            step_store_word(words + ((int64_t)thread / 2 * cta.params.num_ctas + cta.cta) * 2 + thread % 2, half, cta.epoch);
+            step_store_word(words + ((int64_t)thread / 2 * cta.params.num_ctas + cta.cta) * 2 + thread % 2, half,
+                            cta.epoch);
         }
         if (cta.cta > 0) return;
         for (int r = place(); r < args.num_rows; r += STEP_SENDERS) {

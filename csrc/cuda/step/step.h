@@ -19,25 +19,25 @@
 #include "cuda/sm90.h"
 
 enum {
-    STEP_ROWS = 4,                /* at most */
+    STEP_ROWS = 4, /* at most */
     STEP_HEAD_DIM = 128,
-    STEP_CONSUMERS = 8,           /* warps that multiply and attend */
-    STEP_SENDERS = 3,             /* warps that add up what those have, and leave it for the other CTAs */
+    STEP_CONSUMERS = 8, /* warps that multiply and attend */
+    STEP_SENDERS = 3,   /* warps that add up what those have, and leave it for the other CTAs */
     STEP_THREADS = (STEP_CONSUMERS + STEP_SENDERS + 1) * 32,
-    STEP_BLOCK = 8,               /* rows of a weight in a chunk */
-    STEP_COLUMNS = 1024,          /* inputs of a chunk, */
-    STEP_OWN = STEP_COLUMNS / STEP_CONSUMERS, /* a consumer's of them: */
-    STEP_SLICES = STEP_OWN / 64,  /* slices, of which a lane has two neighbours' word */
-    STEP_UNITS = STEP_OWN / 32,   /* units of the matrix instruction's operand */
+    STEP_BLOCK = 8,                             /* rows of a weight in a chunk */
+    STEP_COLUMNS = 1024,                        /* inputs of a chunk, */
+    STEP_OWN = STEP_COLUMNS / STEP_CONSUMERS,   /* a consumer's of them: */
+    STEP_SLICES = STEP_OWN / 64,                /* slices, of which a lane has two neighbours' word */
+    STEP_UNITS = STEP_OWN / 32,                 /* units of the matrix instruction's operand */
     STEP_CHUNK = STEP_BLOCK * STEP_COLUMNS * 2, /* bytes: a stage of the ring */
-    STEP_PANEL = 6,               /* blocks whose sums meet at once */
+    STEP_PANEL = 6,                             /* blocks whose sums meet at once */
     STEP_OUTPUTS = STEP_PANEL * STEP_BLOCK,
-    STEP_SUMS = STEP_OUTPUTS + 4, /* spreads the banks */
-    STEP_SPLITS = 16,             /* parts of a sequence's keys, at most */
+    STEP_SUMS = STEP_OUTPUTS + 4,  /* spreads the banks */
+    STEP_SPLITS = 16,              /* parts of a sequence's keys, at most */
     STEP_STATE = 2 + STEP_HEAD_DIM /* words of a head's partial attention: maximum, sum, values */
 };
 
-struct pk_step_layer { /* device memory; norms of x are folded into qkv and gate_up */
+struct pk_step_layer {                             /* device memory; norms of x are folded into qkv and gate_up */
     const __nv_bfloat16 *qkv, *o, *gate_up, *down; /* [outputs, inputs] dense; gates, then ups */
     const __nv_bfloat16 *q_norm, *k_norm;          /* [head_dim], both or neither */
     __nv_bfloat16 *k_cache, *v_cache;
@@ -98,21 +98,20 @@ struct pk_step_params {
     pk_step_words words;
     step_smem at;
     int num_ctas, num_splits, num_stages;
-    int in_flight, prefetch;  /* chunks under way at most; how many phases ahead the L2 is asked, */
-    uint32_t prefetch_bytes;  /* for so much of a phase */
+    int in_flight, prefetch; /* chunks under way at most; how many phases ahead the L2 is asked, */
+    uint32_t prefetch_bytes; /* for so much of a phase */
     int flags;
-
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4 }; /* for measurements */
 
 #ifdef STEP_TRACE
 __device__ uint32_t *step_trace; /* [layers][32] clocks of CTA 37 */
-#define STEP_MARK(cta, i)                                                                        \
-    do {                                                                                         \
-        uint32_t clock_;                                                                         \
-        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                            \
+#define STEP_MARK(cta, i)                                                                                \
+    do {                                                                                                 \
+        uint32_t clock_;                                                                                 \
+        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                                    \
         if ((cta).cta == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp == STEP_CONSUMERS + 1)) \
-            step_trace[(cta).layer * 32 + (i)] = clock_;                                         \
+            step_trace[(cta).layer * 32 + (i)] = clock_;                                                 \
     } while (0)
 #else
 #define STEP_MARK(cta, i)

@@ -13,8 +13,7 @@ struct step_waiter {
     const pk_step_params &params;
     bool has_given_up;
 
-    __device__ step_waiter(const pk_step_params &params)
-        : params(params), has_given_up(params.flags & STEP_NEVER_WAIT)
+    __device__ step_waiter(const pk_step_params &params) : params(params), has_given_up(params.flags & STEP_NEVER_WAIT)
     {
     }
     /* After each look in vain. */
@@ -31,7 +30,8 @@ struct step_waiter {
     }
     /* By a whole warp: each lane has COUNT words, of which it wants those that `is_wanted` has a bit for; the others are 0. */
     template <int COUNT, typename Place>
-    __device__ __forceinline__ void fetch(uint32_t (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what, Place place)
+    __device__ __forceinline__ void fetch(uint32_t (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what,
+                                          Place place)
     {
         uint64_t words[COUNT];
         uint32_t looks = 0;
@@ -39,7 +39,8 @@ struct step_waiter {
         for (;;) {
             bool is_there = true;
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) words[i] = is_wanted >> i & 1 ? step_load_word(place(i)) : (uint64_t)epoch << 32;
+            for (int i = 0; i < COUNT; i++)
+                words[i] = is_wanted >> i & 1 ? step_load_word(place(i)) : (uint64_t)epoch << 32;
 #pragma unroll
             for (int i = 0; i < COUNT; i++) is_there &= (uint32_t)(words[i] >> 32) == epoch;
             if (__all_sync(~0u, is_there) || has_given_up || !goes_on(looks, since, what)) break;

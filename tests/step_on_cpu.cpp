@@ -92,6 +92,8 @@ static unsigned atomicMin(unsigned *at, unsigned value) { return std::exchange(*
 static void __threadfence_block() {}
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
+static int __ffsll(long long value) { return __builtin_ffsll(value); }
+static float __frcp_rn(float x) { return 1 / x; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static double __dmul_rn(double a, double b) { return a * b; }
 static double __dadd_rn(double a, double b) { return a + b; }
@@ -190,15 +192,15 @@ static uint64_t no_policy() { return 0; }
 
 struct step_case {
     int num_layers, hidden, ffn, q_heads, kv_heads, vocab, max_positions, block_size, num_blocks, num_rows,
-        table_stride, num_stages, in_flight, prefetch, num_splits, num_steps, num_missing;
+        table_stride, num_stages, in_flight, prefetch, num_splits, num_steps, num_missing, is_fp8;
 };
 
-template <int ROWS, int GROUP>
+template <int ROWS, int GROUP, typename CACHE = __nv_bfloat16>
 static void run_step(const pk_step_params &params, uint8_t *smem, size_t bytes, int num_here)
 {
     std::memset(emulated::named, 0, sizeof emulated::named);
     emulated::run([&] {
-        if (emulated::cta() < num_here) step_run<ROWS, GROUP>(params, smem + emulated::cta() * bytes);
+        if (emulated::cta() < num_here) step_run<ROWS, GROUP, CACHE>(params, smem + emulated::cta() * bytes);
     });
 }
 
@@ -216,6 +218,7 @@ extern "C" const char *step_on_cpu(const step_case *its, pk_step_layer *layers, 
     args.max_positions = its->max_positions, args.eps = 1e-6f, args.softmax_scale = 0.08838834764831845f;
     args.block_size = its->block_size, args.num_blocks = its->num_blocks, args.num_rows = its->num_rows;
     args.k_strides = args.v_strides = {(int64_t)its->block_size * its->kv_heads * 128, its->kv_heads * 128, 128};
+    args.k_scale.value = 0.25f, args.v_scale.value = 0.5f;
     args.tokens = tokens, args.positions = positions, args.slots = slots, args.context_lens = context_lens;
     args.block_tables = block_tables, args.table_stride = its->table_stride, args.dump = (__nv_bfloat16 *)dump;
     args.sample.temperatures = temperatures, args.sample.seeds = seeds, args.sample.positions = positions;
@@ -242,7 +245,11 @@ extern "C" const char *step_on_cpu(const step_case *its, pk_step_layer *layers, 
     for (int step = 0; step < its->num_steps; step++) {
         std::memset(smem, 0xff, STEP_CTAS * bytes); /* NaNs */
         const int group = its->q_heads / its->kv_heads;
-        if (rows == 1 && group == 2)
+        if (its->is_fp8 && rows == 2 && group == 4)
+            run_step<2, 4, __nv_fp8_e4m3>(params, smem, bytes, STEP_CTAS);
+        else if (its->is_fp8)
+            problem = "no such kernel of fp8 here";
+        else if (rows == 1 && group == 2)
             run_step<1, 2>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));
         else if (rows == 2 && group == 4)
             run_step<2, 4>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));

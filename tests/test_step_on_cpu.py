@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import emulated
 import numpy as np
+import oracle
 import pytest
 
 from pagedkv import ops
@@ -28,6 +29,7 @@ class Case:
     prefetch: int = 2
     steps: int = 1
     missing: int = 0
+    fp8: bool = False
 
 
 def bf16(x):
@@ -44,7 +46,7 @@ def of(bits):
 FIELDS = (
     "num_layers", "hidden", "ffn", "q_heads", "kv_heads", "vocab", "max_positions", "block_size", "num_blocks", "num_rows",
     "table_stride", "num_stages", "in_flight", "prefetch", "num_splits", "num_steps",
-    "num_missing",
+    "num_missing", "is_fp8",
 )  # fmt: skip
 
 
@@ -64,12 +66,12 @@ class Model:
             (
                 weight(heads * DIM, case.hidden), weight(case.hidden, case.q_heads * DIM), weight(2 * case.ffn, case.hidden),
                 weight(case.hidden, case.ffn), weight(DIM, scale=0.1, mean=1), weight(DIM, scale=0.1, mean=1),
-                weight(*cache, scale=1), weight(*cache, scale=1),
+                *((rng.integers(0, 0x48, cache) + 128 * rng.integers(0, 2, cache)).astype(np.uint8) if case.fp8 else weight(*cache, scale=1) for _ in range(2)),
             )
             for _ in range(case.layers)
         ]  # fmt: skip
         self.embedding, self.norm = weight(case.vocab, case.hidden, scale=1), weight(case.hidden, scale=0.1, mean=1)
-        angles = np.arange(64)[:, None] * 1e6 ** (-np.arange(DIM // 2) / (DIM / 2))
+        angles = np.arange(80)[:, None] * 1e6 ** (-np.arange(DIM // 2) / (DIM / 2))
         self.cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
         self.lens = np.array(case.lens, np.int32)
         self.positions = np.maximum(self.lens - 1, 0).astype(np.int32)
@@ -94,7 +96,7 @@ class Model:
         values = (
             case.layers, case.hidden, case.ffn, case.q_heads, case.kv_heads, case.vocab, len(self.cos_sin), case.block_size,
             self.num_pages, case.rows, self.table.shape[1], case.stages, case.in_flight, case.prefetch,
-            case.splits, case.steps, case.missing,
+            case.splits, case.steps, case.missing, case.fp8,
         )  # fmt: skip
         struct = emulated.struct_of(*FIELDS)(*values)
         pointers = np.array([[each.ctypes.data for each in layer] for layer in self.layers], np.uint64)
@@ -116,6 +118,12 @@ class Model:
         low, high = np.split(x, 2, -1)
         return bf16(np.concatenate([low * cos - high * sin, high * cos + low * sin], -1))[0]
 
+    def read(self, cache, scale):
+        if not self.case.fp8:
+            return of(cache)
+        code, sign = cache & 127, np.where(cache < 128, 1, -1)
+        return scale * sign * np.where(code < 8, code / 512, (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7.0))
+
     def attention_half(self, layer, x):
         case = self.case
         qkv, o, _, _, q_norm, k_norm, k_cache, v_cache = self.layers[layer]
@@ -128,9 +136,14 @@ class Model:
             new_k = self.turn(y[row, case.q_heads : -case.kv_heads], k_norm, n - 1)
             at = np.arange(n)
             page, place = self.table[row, at // case.block_size], at % case.block_size
-            k, v = of(k_cache[page, place]), of(v_cache[page, place])
+            k, v = (self.read(each[page, place], scale) for each, scale in ((k_cache, 0.25), (v_cache, 0.5)))
+            new_v = y[row, -case.kv_heads :]
+            if case.fp8:  # attended to as it is stored
+                new_k, new_v = (
+                    scale * oracle.rounded(new / scale, "float8_e4m3fn") for new, scale in ((new_k, 0.25), (new_v, 0.5))
+                )
             assert is_near(k[-1], new_k), (layer, row, "the key in the cache")
-            assert is_near(v[-1], y[row, -case.kv_heads :]), (layer, row, "the value in the cache")
+            assert is_near(v[-1], new_v), (layer, row, "the value in the cache")
             k, v = (np.repeat(each, case.q_heads // case.kv_heads, 1) for each in (k, v))
             p = np.exp(np.einsum("hd,khd->hk", q, k) * DIM**-0.5)
             out[row] = np.einsum("hk,khd->hd", p / p.sum(1, keepdims=True), v)
@@ -150,6 +163,7 @@ CASES = {
     "lines": Case(1, 4, 2, hidden=32, ffn=1088, layers=1, lens=(1,), stages=8, prefetch=0),
     "panels": Case(1, 4, 2, hidden=160, ffn=1200, layers=1, lens=(64,), in_flight=7),
     "two": Case(2, 8, 2, lens=(33, 7), splits=1),
+    "fp8": Case(2, 8, 2, lens=(33, 70), splits=1, block_size=4, fp8=True),
     "four": Case(4, 1, 1, lens=(16, 0, 17, 1), splits=1, block_size=1, in_flight=7),
     "eight": Case(3, 8, 1, lens=(5, 48, 3), splits=1, prefetch=3),
 }

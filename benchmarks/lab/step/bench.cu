@@ -319,7 +319,8 @@ int main(int argc, char **argv)
         }
         for (int r = 0; r < rows; r++)
             for (int kv = 0; kv < 2; kv++)
-                all[2].add((kv ? layers[l].v_cache : layers[l].k_cache) + (size_t)slots[r] * m.kv_heads * 128,
+                all[2].add((const __nv_bfloat16 *)(kv ? layers[l].v_cache : layers[l].k_cache) +
+                               (size_t)slots[r] * m.kv_heads * 128,
                            (kv ? t.vnew : t.knew) + (size_t)r * m.kv_heads * 128, m.kv_heads * 128);
         before = (__nv_bfloat16 *)own[1];
     }

@@ -75,8 +75,8 @@ __global__ void twin_attention(twin t, int layer, const pk_step_layer *layers, f
         return page * st.block + key % a.block_size * st.slot + kv * st.head;
     };
     for (int key = threadIdx.x / 32; key < n; key += 4) {
-        const __nv_bfloat16 *k =
-            key == n - 1 ? t.knew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].k_cache + at(key, a.k_strides);
+        const __nv_bfloat16 *k = key == n - 1 ? t.knew + ((size_t)r * a.kv_heads + kv) * 128
+                                              : (const __nv_bfloat16 *)layers[layer].k_cache + at(key, a.k_strides);
         float sum = 0;
         for (int d = threadIdx.x % 32; d < 128; d += 32) sum += q[d] * __bfloat162float(k[d]);
         sum = twin_sum(sum);
@@ -86,8 +86,8 @@ __global__ void twin_attention(twin t, int layer, const pk_step_layer *layers, f
     float top = -1e30f, total = 0, out = 0;
     for (int key = 0; key < n; key++) top = fmaxf(top, s[key]);
     for (int key = 0; key < n; key++) {
-        const __nv_bfloat16 *v =
-            key == n - 1 ? t.vnew + ((size_t)r * a.kv_heads + kv) * 128 : layers[layer].v_cache + at(key, a.v_strides);
+        const __nv_bfloat16 *v = key == n - 1 ? t.vnew + ((size_t)r * a.kv_heads + kv) * 128
+                                              : (const __nv_bfloat16 *)layers[layer].v_cache + at(key, a.v_strides);
         const float p = __expf(s[key] - top);
         total += p, out += p * __bfloat162float(v[threadIdx.x]);
     }

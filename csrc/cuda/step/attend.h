@@ -8,6 +8,7 @@
 #define PK_CUDA_STEP_ATTEND_H
 
 #include "cuda/step/product.h"
+#include "cuda/store.h"
 
 #ifdef PK_SM90A
 
@@ -38,10 +39,12 @@ struct step_turner {
     }
 };
 
-template <int GROUP>
+template <int GROUP, typename CACHE>
 struct step_attention {
     static constexpr int LANES = GROUP <= 2 ? 8 : GROUP <= 4 ? 16 : 32, DIMS = STEP_HEAD_DIM / LANES, PAIRS = DIMS / 2;
-    static constexpr int KEYS = 32 / LANES, PASS = STEP_CONSUMERS * KEYS; /* at once: of a warp, of all */
+    static constexpr int KEYS = 32 / LANES, PASS = STEP_CONSUMERS * KEYS;   /* at once: of a warp, of all */
+    static constexpr int WORDS = PAIRS * (int)sizeof(CACHE) / 2, AHEAD = 2; /* of a key in the cache; keys of a lane */
+    static constexpr bool IS_FP8 = sizeof(CACHE) == 1;
     static constexpr float LOWEST = -1e30f;
     static_assert(GROUP <= 8);
 
@@ -51,7 +54,7 @@ struct step_attention {
     const int lane = cta.lane % LANES, first = cta.warp * KEYS + cta.lane / LANES; /* key */
     /* of a layer */
     step_turner turner;
-    uint32_t k[PAIRS], v[PAIRS];
+    uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
 
     __device__ __forceinline__ step_attention(const step_cta &cta, step_waiter &waiter)
@@ -71,43 +74,66 @@ struct step_attention {
         k_at = page * args.k_strides.block + place * args.k_strides.slot + item.kv_head * args.k_strides.head;
         v_at = page * args.v_strides.block + place * args.v_strides.slot + item.kv_head * args.v_strides.head;
     }
-    __device__ __forceinline__ void load_key(int i)
+    __device__ __forceinline__ void load_keys(int first)
     {
-        if (i >= item.past_count) return;
-        int64_t k_at, v_at;
-        find(k_at, v_at, i);
-        load(k, cta.table()[cta.layer].k_cache + k_at), load(v, cta.table()[cta.layer].v_cache + v_at);
+        const pk_step_layer &layer = cta.table()[cta.layer];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            int64_t k_at, v_at;
+            if (first + j * PASS >= item.past_count) continue;
+            find(k_at, v_at, first + j * PASS);
+            load(k[j], (const CACHE *)layer.k_cache + k_at), load(v[j], (const CACHE *)layer.v_cache + v_at);
+        }
     }
-    /* At the start of a layer: the weight that turns this warp's head, and into the L2 the first keys of the layer after. */
+    /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
     __device__ __forceinline__ void prepare()
     {
+        enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
         if (!item.is_here) return;
         const pk_step_layer &layer = cta.table()[cta.layer];
         const __nv_bfloat16 *norm = cta.warp < GROUP ? layer.q_norm : layer.k_norm;
         turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
-        if (cta.layer + 1 == cta.args.num_layers || first >= item.past_count || lane >= 4) return;
+        if (cta.layer + 1 == cta.args.num_layers || lane >= 2 * LINES) return;
         const pk_step_layer &next = cta.table()[cta.layer + 1];
-        int64_t k_at, v_at;
-        find(k_at, v_at, first);
-        pk_prefetch_to_l2((lane < 2 ? next.k_cache + k_at : next.v_cache + v_at) + lane % 2 * 64);
+#pragma unroll 1
+        for (int i = first; i < min(item.past_count, (int)MOST); i += PASS) {
+            int64_t k_at, v_at;
+            find(k_at, v_at, i);
+            pk_prefetch_to_l2((lane < LINES ? (const CACHE *)next.k_cache + k_at : (const CACHE *)next.v_cache + v_at) +
+                              lane % LINES * (STEP_HEAD_DIM / LINES));
+        }
     }
 
-    /* A lane's dimensions are in pieces of 16 bytes, or one of 8. */
+    /* A lane's dimensions are in pieces of 8, or one of 4. */
     __device__ static int dim_of(int lane, int i)
     {
         return DIMS == 16 ? i / 8 * 64 + lane * 8 + i % 8 : lane * DIMS + i;
     }
-    __device__ __forceinline__ void load(uint32_t (&to)[PAIRS], const __nv_bfloat16 *from) const
+    template <typename From, int COUNT>
+    __device__ __forceinline__ void load(uint32_t (&to)[COUNT], const From *from) const
     {
-        if constexpr (DIMS >= 8) {
+        constexpr int PIECE = DIMS < 8 ? DIMS : 8, EACH = PIECE * (int)sizeof(From) / 4;
 #pragma unroll
-            for (int i = 0; i < PAIRS / 4; i++) {
-                const uint4 bits = *(const uint4 *)(from + dim_of(lane, i * 8));
-                to[i * 4] = bits.x, to[i * 4 + 1] = bits.y, to[i * 4 + 2] = bits.z, to[i * 4 + 3] = bits.w;
+        for (int i = 0; i < DIMS / PIECE; i++) {
+            const auto bits = *(const pk_vec<uint32_t, EACH> *)(from + dim_of(lane, i * PIECE));
+#pragma unroll
+            for (int j = 0; j < EACH; j++) to[i * EACH + j] = bits.at[j];
+        }
+    }
+    /* As pairs of bf16, in which every e4m3 is exact. */
+    __device__ __forceinline__ static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
+    {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            if constexpr (IS_FP8) {
+                const uint2 halves = fp8_to_f16(from[i]);
+                const float2 low = __half22float2(*(const __half2 *)&halves.x),
+                             high = __half22float2(*(const __half2 *)&halves.y);
+                to[2 * i] = pk_pack_pair<__nv_bfloat16>(low.x, low.y),
+                       to[2 * i + 1] = pk_pack_pair<__nv_bfloat16>(high.x, high.y);
+            } else {
+                to[i] = from[i];
             }
-        } else {
-            const uint2 bits = *(const uint2 *)(from + dim_of(lane, 0));
-            to[0] = bits.x, to[1] = bits.y;
         }
     }
     __device__ __forceinline__ void add_key(const uint32_t (&q)[GROUP][PAIRS], const uint32_t (&k)[PAIRS],
@@ -200,16 +226,39 @@ struct step_attention {
         waiter.fetch(data, 3, cta.epoch, 8, [&](int i) { return from + i; });
         uint2 bits = {data[0], data[1]};
         if (head <= GROUP) bits = turner.turn(cta, bits, layer.q_norm != nullptr);
+        if (head >= GROUP) {
+            const bool is_key = head == GROUP;
+            const pk_cache_strides &strides = is_key ? args.k_strides : args.v_strides;
+            store((CACHE *)(is_key ? layer.k_cache : layer.v_cache), strides, is_key ? args.k_scale : args.v_scale,
+                  bits);
+        }
         *(uint2 *)(heads + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
-        if (head >= GROUP)
-            store(head == GROUP ? layer.k_cache : layer.v_cache, head == GROUP ? args.k_strides : args.v_strides, bits);
     }
-    __device__ __forceinline__ void store(__nv_bfloat16 *cache, const pk_cache_strides &strides, uint2 bits) const
+    /* To the token's slot; of fp8 `bits` are then what was stored. */
+    __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale,
+                                          uint2 &bits) const
     {
         const int slot = cta.args.slots[item.row], block_size = cta.args.block_size;
-        if (slot < 0 || slot >= cta.args.num_blocks * block_size) return;
-        cache += slot / block_size * strides.block + slot % block_size * strides.slot + item.kv_head * strides.head;
-        *(uint2 *)(cache + cta.lane * 4) = bits;
+        const bool has_slot = slot >= 0 && slot < cta.args.num_blocks * block_size;
+        if (has_slot)
+            cache += slot / block_size * strides.block + slot % block_size * strides.slot +
+                     item.kv_head * strides.head + cta.lane * 4;
+        if constexpr (IS_FP8) {
+            const pk_cache_divisor divisor(scale, true, item.kv_head);
+            const float2 low = step_pair(bits.x), high = step_pair(bits.y);
+            auto stored = [&](float2 x) {
+                return (uint32_t)__nv_cvt_float2_to_fp8x2({divisor.divide(x.x), divisor.divide(x.y)}, __NV_SATFINITE,
+                                                          __NV_E4M3);
+            };
+            const uint32_t four = stored(low) | stored(high) << 16;
+            if (has_slot) *(uint32_t *)cache = four;
+            const uint2 halves = fp8_to_f16(four);
+            const float2 a = __half22float2(*(const __half2 *)&halves.x),
+                         b = __half22float2(*(const __half2 *)&halves.y);
+            bits = {pk_pack_pair<__nv_bfloat16>(a.x, a.y), pk_pack_pair<__nv_bfloat16>(b.x, b.y)};
+        } else {
+            if (has_slot) *(uint2 *)cache = bits;
+        }
     }
 
     __device__ __forceinline__ void run()
@@ -218,8 +267,8 @@ struct step_attention {
         const pk_step_args &args = cta.args;
         __nv_bfloat16 *heads = (__nv_bfloat16 *)(cta.smem + cta.at.heads);
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) k[i] = v[i] = 0;
-        load_key(first);
+        for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
+        load_keys(first);
         make_heads(heads);
         STEP_MARK(cta, 20);
         __syncwarp();
@@ -233,19 +282,26 @@ struct step_attention {
 #pragma unroll
             for (int i = 0; i < DIMS; i++) out[h][i] = 0;
         }
-        const float scale = args.softmax_scale * 1.44269504f;
+        const float scale =
+            args.softmax_scale * 1.44269504f * (IS_FP8 ? pk_scale_of(args.k_scale, 0, item.kv_head) : 1);
         float *states = (float *)(cta.smem + cta.at.states);
-        const int num_warps = min(STEP_CONSUMERS, (item.count + KEYS - 1) / KEYS);
+        const int num_warps = min((int)STEP_CONSUMERS, (item.count + KEYS - 1) / KEYS), own = cta.lane / LANES;
         if (cta.warp < num_warps) {
 #pragma unroll 1
-            for (int i = first; i - cta.lane / LANES < item.count; i += PASS) { /* by whole warps */
-                if (item.has_new && i == item.count - 1)
-                    load(k, heads + GROUP * STEP_HEAD_DIM), load(v, heads + (GROUP + 1) * STEP_HEAD_DIM);
-                uint32_t k_now[PAIRS], v_now[PAIRS];
+            for (int i = first; i - own < item.count; i += AHEAD * PASS) { /* by whole warps */
+                uint32_t k_now[AHEAD][PAIRS], v_now[AHEAD][PAIRS];
 #pragma unroll
-                for (int p = 0; p < PAIRS; p++) k_now[p] = k[p], v_now[p] = v[p];
-                load_key(i + PASS);
-                add_key(q, k_now, v_now, i < item.count, scale);
+                for (int j = 0; j < AHEAD; j++) expand(k_now[j], k[j]), expand(v_now[j], v[j]);
+                load_keys(i + AHEAD * PASS);
+#pragma unroll
+                for (int j = 0; j < AHEAD; j++) {
+                    const int at = i + j * PASS;
+                    if (at - own >= item.count) break;
+                    if (item.has_new && at == item.count - 1)
+                        load(k_now[j], heads + GROUP * STEP_HEAD_DIM),
+                            load(v_now[j], heads + (GROUP + 1) * STEP_HEAD_DIM);
+                    add_key(q, k_now[j], v_now[j], at < item.count, scale);
+                }
             }
             STEP_MARK(cta, 17);
             const int kept = merge_keys();
@@ -287,6 +343,7 @@ struct step_attention {
                 cta.params.words.states +
                 (((int64_t)item.row * cta.args.q_heads + item.kv_head * GROUP + h) * STEP_SPLITS + item.split) *
                     STEP_STATE;
+            if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, item.kv_head);
             step_store_word(to + 2 + dim, __float_as_uint(value), cta.epoch);
             if (dim < 2) step_store_word(to + dim, __float_as_uint(dim == 0 ? top : total), cta.epoch);
         }

@@ -7,8 +7,8 @@
 
 #ifdef PK_SM90A
 
-/* ROWS: of x; GROUP: query heads of a KV head. */
-template <int ROWS, int GROUP>
+/* ROWS: of x; GROUP: query heads of a KV head; CACHE: bf16 or e4m3. */
+template <int ROWS, int GROUP, typename CACHE>
 __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *smem)
 {
     const pk_step_args &args = params.args;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         sm90::take_registers<200>(); /* all warps' together are those of the launch */
         const uint32_t base = cta.epoch;
         step_multiplier<ROWS> multiplier(cta);
-        step_attention<GROUP> attention(cta, multiplier.waiter);
+        step_attention<GROUP, CACHE> attention(cta, multiplier.waiter);
 #pragma unroll 1
         for (;; cta.layer++) {
             cta.epoch = base + cta.layer + 1;
@@ -61,12 +61,12 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
 #endif  // PK_SM90A
 
 #ifdef __CUDACC__
-template <int ROWS, int GROUP>
+template <int ROWS, int GROUP, typename CACHE = __nv_bfloat16>
 __global__ void __launch_bounds__(STEP_THREADS, 1) decode_step_kernel(const __grid_constant__ pk_step_params params)
 {
 #ifdef PK_SM90A
     extern __shared__ __align__(1024) uint8_t smem[];
-    step_run<ROWS, GROUP>(params, smem);
+    step_run<ROWS, GROUP, CACHE>(params, smem);
 #endif
 }
 #endif

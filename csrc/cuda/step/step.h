@@ -40,7 +40,7 @@ enum {
 struct pk_step_layer {                             /* device memory; norms of x are folded into qkv and gate_up */
     const __nv_bfloat16 *qkv, *o, *gate_up, *down; /* [outputs, inputs] dense; gates, then ups */
     const __nv_bfloat16 *q_norm, *k_norm;          /* [head_dim], both or neither */
-    __nv_bfloat16 *k_cache, *v_cache;
+    void *k_cache, *v_cache;                       /* bf16 or e4m3 */
 };
 
 struct pk_step_args {
@@ -51,6 +51,7 @@ struct pk_step_args {
     float eps, softmax_scale;
     int block_size, num_blocks;
     pk_cache_strides k_strides, v_strides;
+    pk_scale_arg k_scale, v_scale; /* of e4m3 */
     int num_rows;
     const int32_t *tokens, *positions, *slots, *context_lens, *block_tables;
     int64_t table_stride;

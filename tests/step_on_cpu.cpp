@@ -189,6 +189,7 @@ static uint64_t no_policy() { return 0; }
 #define pk_prefetch_to_l2(from) (void)(from)
 
 #include "cuda/step/kernel.h"
+#include "cuda/step/plan.h"
 
 struct step_case {
     int num_layers, hidden, ffn, q_heads, kv_heads, vocab, max_positions, block_size, num_blocks, num_rows,
@@ -228,6 +229,7 @@ extern "C" const char *step_on_cpu(const step_case *its, pk_step_layer *layers, 
     params.num_splits = its->num_splits;
     params.flags = its->num_missing ? STEP_SHORT_WAIT : 0, params.prefetch_bytes = 1 << 10;
 
+    if (const char *what = pk_step_refusal(args, STEP_CTAS, 227 << 10)) return what;
     const int rows = its->num_rows;
     auto memory = [](size_t words) { return (uint64_t *)calloc(words, 8); };
     for (auto &x : params.words.x) x = memory((size_t)rows * its->hidden / 2);
@@ -255,8 +257,8 @@ extern "C" const char *step_on_cpu(const step_case *its, pk_step_layer *layers, 
             run_step<2, 4>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));
         else if (rows == 4 && group == 1)
             run_step<4, 1>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));
-        else if (rows == 3 && group == 8)
-            run_step<3, 8>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));
+        else if (rows == 4 && group == 8)
+            run_step<4, 8>(params, smem, bytes, STEP_CTAS - (step == 0 ? its->num_missing : 0));
         else
             problem = "no such kernel here";
         if (step < its->num_steps - 1) status[1] = 0, std::memcpy(first_out, out, rows * sizeof *out);

@@ -165,7 +165,7 @@ CASES = {
     "two": Case(2, 8, 2, lens=(33, 7), splits=1),
     "fp8": Case(2, 8, 2, lens=(33, 70), splits=1, block_size=4, fp8=True),
     "four": Case(4, 1, 1, lens=(16, 0, 17, 1), splits=1, block_size=1, in_flight=7),
-    "eight": Case(3, 8, 1, lens=(5, 48, 3), splits=1, prefetch=3),
+    "eight": Case(4, 8, 1, lens=(5, 48, 3, 20), splits=1, prefetch=3),
 }
 
 
@@ -209,3 +209,20 @@ def test_missing_cta(step):
     assert model.first_out.tolist() == [-1]
     assert model.status[:2].tolist() == [2, 0]
     check(case, model)
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("rows", {"rows": 3, "lens": (4, 4, 4)}),
+        ("q_heads", {"q_heads": 6}),
+        ("kv_heads", {"q_heads": 10, "kv_heads": 5}),
+        ("hidden", {"hidden": 200}),
+        ("hidden", {"hidden": 100}),
+        ("ffn", {"ffn": 204}),
+        ("vocab", {"vocab": 301}),
+    ],
+)
+def test_refusal(step, what, changes):
+    with pytest.raises(AssertionError, match=f"^b'{what}'"):
+        Model(replace(CASES["one"], **changes), seed=1).run(step)

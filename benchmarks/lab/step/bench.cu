@@ -1,6 +1,7 @@
 /* bench.cu - the one kernel of a decode step: against its plain twin, its bits, its times. Random weights.
  * bench MODEL ROWS CONTEXT [key=value ...]: see main(). Built by build.sh. */
 #include "cuda/step/kernel.h"
+#include "cuda/step/plan.h"
 #include "twin.h"
 
 #include <algorithm>
@@ -248,11 +249,14 @@ int main(int argc, char **argv)
     cudaStream_t stream;
     CK(cudaStreamCreate(&stream));
     auto set = [&](int ctas, int flying, int prefetch, int flags, int stages) {
-        p.num_ctas = ctas, p.in_flight = flying, p.prefetch = prefetch, p.flags = flags,
+        if (const char *what = pk_step_refusal(a, ctas, most_smem)) {
+            printf("this step is refused: %s\n", what);
+            exit(1);
+        }
+        pk_step_plan(&p, ctas, most_smem);
+        p.num_stages = std::min(p.num_stages, stages), p.at = step_smem(a, p.num_stages);
+        p.in_flight = std::min(flying, p.num_stages), p.prefetch = prefetch, p.flags = flags;
         p.prefetch_bytes = list_of("kb", "128")[0] << 10;
-        p.num_splits = std::max(1, std::min((int)STEP_SPLITS, ctas / (rows * m.kv_heads)));
-        while (step_smem(a, stages).bytes > most_smem) stages--;
-        p.at = step_smem(a, stages), p.num_stages = stages, p.in_flight = std::min(flying, stages);
     };
     int missing = 0;
     auto launch = [&]() {

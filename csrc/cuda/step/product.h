@@ -118,6 +118,7 @@ struct step_multiplier {
                     for (int block = 0; block < BLOCKS; block++) {
                         for (int u = 0; u < STEP_UNITS; u++) weights[l][block][u] = uint4{};
                         if (line + l < num_lines && part.rows_of(panel, block) > 0) ring.read(weights[l][block]);
+                        if ((l * BLOCKS + block) % 2) ring.release();
                     }
                 ring.release();
                 STEP_MARK(cta, phase * 4);

@@ -121,6 +121,7 @@ struct step_ring {
     __device__ __forceinline__ void release()
     {
         const int lane = threadIdx.x % 32;
+        if (count == 0) return;
         if (is_fenced) sm90::fence_async_proxy();
         __syncwarp();
         int mine = first + lane;

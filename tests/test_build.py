@@ -207,7 +207,7 @@ ALLOWED_LOCAL_MEMORY = [
     (r"attention_decode_kernelI.*Li256E", 80, "what 255 registers do not hold of rows of 256 dims: addresses, read once a turn"),
     (r"linear_few_kernelI(7few_fp8|8few_int4)", 40, "some of what a tile has once, beside x and the scales of a line: 128 registers "
                                                     "are what two CTAs leave (benchmarks/lab/linear/NOTES-quantised.md)"),
-    (r"expert_few_kernelI10expert_fp8", 8, "the same"),
+    (r"expert_few_kernelI(10expert_fp8|11expert_int4)", 24, "the same"),
     (r"expert_any_kernelI", 32, "the eight values that a thread decodes at once"),
     (r"sample_kernelI.*Lb1E", 24, "six of its 64 registers, in the filters: 1024 threads an SM are worth more"),
 ]

@@ -38,8 +38,8 @@ pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &ca
 pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
                                 const pk_linear_algorithm *algorithm);
 
-/* sm90.cu: 9 to 112 rows on Hopper, or with batch_invariant any number; knows all that linear fuses, too. It divides by the squares that the product before
- * left, and leaves a sum for each of its tiles itself. */
+/* sm90.cu: 9 to 112 rows on Hopper, or with batch_invariant any number; knows all that linear fuses, too. It divides by the
+ * squares that the product before left, and leaves a sum for each of its tiles itself. */
 constexpr int LINEAR_SM90_TILE = 64; /* outputs */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;

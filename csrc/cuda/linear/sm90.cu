@@ -177,7 +177,6 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
      pk_cuda_smem_of_hopper(most_smem_on)},
     launch<T, N>};
 
-/* The first with enough rows is taken, or the last. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
     instance<__nv_bfloat16, 16>,  instance<__nv_bfloat16, 32>, instance<__nv_bfloat16, 48>,
     instance<__nv_bfloat16, 64>,  instance<__nv_bfloat16, 96>, instance<__nv_bfloat16, 112>,
@@ -189,11 +188,5 @@ const pk_cuda_kernel_table pk_cuda_linear_sm90_kernels = pk_cuda_table(INSTANCES
 
 pk_status pk_cuda_linear_sm90(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
-    for (const auto &each : INSTANCES) {
-        if (each.shown.reads != args->x.dtype) continue;
-        found = &each;
-        if (each.shown.rows >= args->x.num_rows) break;
-    }
-    return found ? found->launch(args, call) : pk_cuda_no_instance(call, "linear_sm90_kernel");
+    return launch_for_rows(INSTANCES, args, call);
 }

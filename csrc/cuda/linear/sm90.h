@@ -24,11 +24,25 @@ struct linear_sm90_division {
 };
 linear_sm90_division pk_cuda_linear_sm90_divide(const pk_linear_args *args, const pk_cuda_device *device);
 
+/* By the first instance for x's dtype that has enough rows, or the last, which takes more in several blocks. */
+template <int COUNT>
+static pk_status launch_for_rows(const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> (&instances)[COUNT],
+                                 const pk_linear_args *args, const pk_cuda_call &call)
+{
+    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
+    for (const auto &each : instances) {
+        if (each.shown.reads != args->x.dtype) continue;
+        found = &each;
+        if (each.shown.rows >= args->x.num_rows) break;
+    }
+    return found ? found->launch(args, call) : pk_cuda_no_instance(call, instances[0].shown.kernel);
+}
+
 struct linear_sm90_params {
     CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
     pk_linear_args args;
-    int num_tiles,
-        num_splits;        /* a tile is one cluster's of each block of rows; without splits a CTA may have several */
+    /* A tile is one cluster's of each block of rows; without splits a CTA may have several. */
+    int num_tiles, num_splits;
     int num_stages;        /* of the ring */
     int sums_at, inbox_at; /* bytes from the ring's start; the sums may lie where the ring is */
 };

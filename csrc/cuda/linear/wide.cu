@@ -222,7 +222,6 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
     {"linear_wide_kernel", "", pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, N, WIDE_THREADS,
      pk_cuda_smem_of_hopper(smem_on<N>)},
     launch<T, N>};
-/* The first with enough rows is taken, or the last. */
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
     instance<__nv_bfloat16, 64>,
     instance<__nv_bfloat16, 128>,
@@ -240,11 +239,5 @@ bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *de
 
 pk_status pk_cuda_linear_wide(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *found = nullptr;
-    for (const auto &each : INSTANCES) {
-        if (each.shown.reads != args->x.dtype) continue;
-        found = &each;
-        if (each.shown.rows >= args->x.num_rows) break;
-    }
-    return found ? found->launch(args, call) : pk_cuda_no_instance(call, "linear_wide_kernel");
+    return launch_for_rows(INSTANCES, args, call);
 }

@@ -105,8 +105,7 @@ class Pipeline:
         running = self.scheduler.queues.running
         if self.guesser is None or not self.guesser.pays(running):
             return NO_GUESSES
-        while self.in_flight:
-            self._collect()
+        self.drain()
         return self.guesser.guess(self.scheduler.queues.running)
 
     def collect(self) -> None:

@@ -78,8 +78,8 @@ pk_status pk_cuda_route_experts(const pk_route_args *args, const pk_cuda_call &c
     });
 }
 
-/* One kernel for any number of tokens: with few pairs at a time that for Hopper rounds no product, and that for few tokens has
- * but few. */
+/* One kernel for any number of tokens, some of them at a time: that for Hopper would round the products of more pairs than
+ * LISTED_PAIRS, and that for few tokens has no room for more. */
 static pk_status launch_invariant(const pk_expert_linear_args *args, bool is_grouped, const pk_cuda_call &call)
 {
     int64_t most = LISTED_PAIRS / args->num_chosen;

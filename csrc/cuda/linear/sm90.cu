@@ -6,8 +6,8 @@
  * outputs are to be divided by a root mean square, another warpgroup adds up the squares that the product before has
  * left. So that even 1,024 outputs keep the SMs reading, the CTAs of a cluster divide the inputs of a tile. Each CTA
  * writes some of the rows: it gets the other CTAs' sums of these rows and adds all of them in order. How many CTAs
- * divide a tile depends on the weight and on whether there are more than 48 rows, which batch_invariant does not ask. So on
- * either side of that border a row's bits do not depend on the other rows. More than 128 rows are several blocks.
+ * divide a tile depends on the weight and on whether there are more than 48 rows. So on either side of that border a row's
+ * bits do not depend on the other rows; with batch_invariant there is no border. More than 128 rows are several blocks.
  *
  * As in few.cu, copies start before the previous kernel has ended, and some of the work between two products is
  * done here. Of up to 48 rows two CTAs have room on an SM, this kernel's and the next one's, which may start at once.

@@ -1,9 +1,9 @@
 /* wide.cu - linear with batch_invariant for more rows than sm90.cu is good for, on Hopper: with its bits.
  *
  * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64 or 128 rows. Both read the same x from a ring of
- * stages, which one thread fills; so each byte that comes from the L2 cache is used twice as often. What there are CTAs of a
- * cluster for, parts of the inputs, comes here one part after the other: each is a chain of its own, and their sums are added
- * in the same order. The end (sm90_write.h) is the same code.
+ * stages, which one thread fills; so each byte that comes from the L2 cache is used twice as often. The parts of
+ * the inputs, for each of which sm90.cu has a CTA of a cluster, come here one after the other: each is a chain of its own, and
+ * their sums are added in the same order. The end (sm90_write.h) is the same code.
  *
  * CTAs are persistent, and the ring goes on filling while a tile is written. A CTA has neighbouring tiles, as many of them of
  * the same rows as there are: what those are divided by is found once.

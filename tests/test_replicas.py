@@ -360,7 +360,8 @@ async def main(model):
         print("=", "streamed", parts[-1] == 100 and len(parts) > 1 and parts == sorted(parts))
         new = await replica._actor.__ray_call__.remote(lambda self: os.getpid())
         print("=", "restarted", new != pid)
-        # An engine that has ended takes its process with it.
+        # An engine that has ended takes its process with it. Ray's new process answers before it has an engine.
+        await asyncio.gather(*router._starting)
         await replica._actor.__ray_call__.remote(lambda self: self._replica._engine.close())
         third = await router.generate_all(prompts, params)
         await asyncio.gather(*router._starting)

@@ -37,11 +37,17 @@ static double now(void)
 
 static size_t header_bytes(void) { return (sizeof(pk_comm_shared) + 4095) & ~(size_t)4095; }
 
-size_t pk_comm_bytes(int size) { return header_bytes() + (size_t)size * 2 * PK_COMM_BOX_BYTES; }
+static size_t boxes_bytes(int size) { return (size_t)size * 2 * PK_COMM_BOX_BYTES; }
+size_t pk_comm_mail_bytes(int size) { return (size_t)size * PK_COMM_MAIL_BYTES + 4096; }
+size_t pk_comm_bytes(int size) { return header_bytes() + boxes_bytes(size) + (size_t)size * pk_comm_mail_bytes(size); }
 
 static char *box(const pk_comm *comm, int rank, uint32_t turn)
 {
     return comm->boxes + ((size_t)rank * 2 + turn % 2) * PK_COMM_BOX_BYTES;
+}
+char *pk_comm_mail_of(const pk_comm *comm, int rank)
+{
+    return comm->boxes + boxes_bytes(comm->size) + (size_t)rank * pk_comm_mail_bytes(comm->size);
 }
 char *pk_comm_next_box(const pk_comm *comm) { return box(comm, comm->rank, comm->turn + 1); }
 const char *pk_comm_box_of(const pk_comm *comm, int rank) { return box(comm, rank, comm->turn); }
@@ -225,7 +231,7 @@ pk_status pk_comm_open(pk_comm *comm, int rank, int size, int fd, pk_device devi
                        pk_error *err)
 {
     const pk_comm_what join = {.operation = PK_COMM_JOIN};
-    *comm = (pk_comm){.rank = rank, .size = size, .device = device, .timeout = timeout};
+    *comm = (pk_comm){rank, size, device, comm->way, comm->memory, timeout};
     for (int i = 0; i < PK_COMM_MAX_RANKS; i++) comm->watched[i] = -1;
     PK_TRY(map(comm, fd, err));
     pk_comm_member *self = &comm->shared->members[rank];

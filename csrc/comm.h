@@ -4,7 +4,8 @@
  * them: no name, no port, nothing that is left behind. All ranks make the same calls in the same order. A call of the CPU
  * is made of turns: a rank fills its box, says so (pk_comm_turn), and reads the boxes of the others when they have said
  * so, too. Boxes are used by turns, two of them: who has arrived at a turn has read all boxes of the turn before, so
- * nobody waits at the end. A GPU's kernels have mailboxes of their own (csrc/cuda/comm/mailbox.h).
+ * nobody waits at the end. A GPU's kernels have mailboxes of their own (csrc/cuda/comm/mailbox.h), in memory of the GPUs;
+ * where these cannot reach each other's, in pages of the shared file, which nobody else touches.
  *
  * The first failure ends the group for good: its text is what every rank raises from then on. */
 #ifndef PK_COMM_H
@@ -19,6 +20,7 @@ extern "C" {
 enum {
     PK_COMM_MAX_RANKS = 8,
     PK_COMM_BOX_BYTES = 4 << 20,
+    PK_COMM_MAIL_BYTES = 6 << 20, /* of a GPU's mailboxes, for each rank that writes there */
     PK_COMM_HANDLE_BYTES = 64,
     PK_COMM_REASON = 320,
     PK_COMM_NOBODY = 255
@@ -33,7 +35,10 @@ typedef struct {
 typedef enum { PK_COMM_JOIN, PK_COMM_LEAVE, PK_COMM_ALL_REDUCE, PK_COMM_ALL_GATHER, PK_COMM_SAMPLE } pk_comm_operation;
 
 /* How an all_reduce of GPUs goes. */
-typedef enum { PK_COMM_AUTO, PK_COMM_ONE_SHOT, PK_COMM_TWO_SHOTS, PK_COMM_SIMPLE, PK_COMM_NUM_WAYS } pk_comm_way;
+typedef enum { PK_COMM_AUTO, PK_COMM_ONE_SHOT, PK_COMM_TWO_SHOTS, PK_COMM_SIMPLE } pk_comm_way;
+
+/* Where the mailboxes of GPUs are. Asked for: AUTO or HOST. */
+typedef enum { PK_COMM_AUTO_MEMORY, PK_COMM_HOST_MEMORY, PK_COMM_GPU_MEMORY } pk_comm_memory;
 
 /* What a kernel writes when it gives up: into memory of the host, so that nobody has to ask the GPU for it. */
 typedef struct {
@@ -61,6 +66,7 @@ typedef struct pk_comm {
     int rank, size;
     pk_device device;
     pk_comm_way way;
+    pk_comm_memory memory;
     double timeout; /* seconds */
     pk_comm_shared *shared;
     char *boxes; /* behind it: of each rank two */
@@ -74,8 +80,11 @@ typedef struct pk_comm {
 
 /* The bytes that the memory of a group of so many ranks has. */
 size_t pk_comm_bytes(int size);
+/* Where the mailboxes of a rank's GPU are in it, and a page behind them. */
+size_t pk_comm_mail_bytes(int size);
+char *pk_comm_mail_of(const pk_comm *comm, int rank);
 /* Maps the memory behind `fd`, which the caller keeps, and waits up to `join_timeout` seconds for the other ranks. An
- * empty file gets its size here. */
+ * empty file gets its size here. comm->way and comm->memory are set before. */
 pk_status pk_comm_open(pk_comm *comm, int rank, int size, int fd, pk_device device, double timeout, double join_timeout,
                        pk_error *err);
 void pk_comm_close(pk_comm *comm);

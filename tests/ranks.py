@@ -18,11 +18,11 @@ from typing import Any
 from pagedkv import ops
 
 
-def serve(rank: int, size: int, memory: int, pipe: int, device: str, timeout: float, way: str) -> None:
+def serve(rank: int, size: int, file: int, pipe: int, device: str, timeout: float, way: str, memory: str) -> None:
     """A rank's process: makes the calls that come through the pipe, until it ends."""
     connection = Connection(pipe)
-    comm = ops.Communicator(rank, size, memory, device, timeout=timeout, way=way)
-    os.close(memory)
+    comm = ops.Communicator(rank, size, file, device, timeout=timeout, way=way, memory=memory)
+    os.close(file)
     while True:
         try:
             function, arguments = connection.recv()
@@ -35,22 +35,26 @@ def serve(rank: int, size: int, memory: int, pipe: int, device: str, timeout: fl
 
 
 class Ranks:
-    def __init__(self, size: int, device: str | list[str] = "cpu", timeout: float = 20.0, way: str = "auto") -> None:
-        memory = os.memfd_create("ranks")
+    def __init__(
+        self, size: int, device: str | list[str] = "cpu", timeout: float = 20.0, way: str = "auto",
+        memory: str | list[str] = "auto",
+    ) -> None:  # fmt: skip
+        """Lists: by rank."""
+        file = os.memfd_create("ranks")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
         self.processes: list[subprocess.Popen] = []
         self.pipes: list[Connection] = []
         for rank in range(size):
             here, there = socket.socketpair()
-            own = device if isinstance(device, str) else device[rank]
-            command = f"import ranks; ranks.serve(*{(rank, size, memory, there.fileno(), own, timeout, way)})"
+            own, its = (each if isinstance(each, str) else each[rank] for each in (device, memory))
+            command = f"import ranks; ranks.serve(*{(rank, size, file, there.fileno(), own, timeout, way, its)})"
             self.processes.append(
-                subprocess.Popen([sys.executable, "-c", command], pass_fds=(memory, there.fileno()), env=environment)
+                subprocess.Popen([sys.executable, "-c", command], pass_fds=(file, there.fileno()), env=environment)
             )
             there.close()
             self.pipes.append(Connection(here.detach()))
-        os.close(memory)
+        os.close(file)
 
     def send(self, rank: int, function: Any, *arguments: Any) -> None:
         self.pipes[rank].send((function, arguments))

@@ -26,19 +26,22 @@ def size(request) -> int:
     return request.param
 
 
-WAYS = ["one-shot", "two-shots", "simple"]
+# How on a GPU: the ways of an all_reduce, and where the mail is.
+WAYS = [("one-shot", "auto"), ("two-shots", "auto"), ("simple", "auto"), ("one-shot", "host"), ("two-shots", "host")]
+ON_GPUS = [pytest.param(*each, id="-".join(each)) for each in WAYS]
 
 
-@pytest.fixture(scope="module", params=["cpu", *(pytest.param(way, marks=pytest.mark.gpu) for way in WAYS)])
+@pytest.fixture(scope="module", params=["cpu", *(pytest.param(each, id="-".join(each), marks=pytest.mark.gpu) for each in WAYS)])
 def ranks(request, size):
-    """On the CPU, and on a GPU by each way of an all_reduce."""
+    """On the CPU, and on a GPU by each way."""
     if request.param == "cpu":
         with Ranks(size) as started:
             yield started
         return
     if problem := ops.build_info()["cuda_problem"]:
         pytest.skip(problem)
-    with Ranks(size, "cuda:0", way=request.param) as started:
+    way, memory = request.param
+    with Ranks(size, "cuda:0", way=way, memory=memory) as started:
         yield started
 
 
@@ -254,9 +257,9 @@ def replay(comm, seed, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_replays(cuda, size, seed, way):
-    with Ranks(size, cuda, way=way) as ranks:
+@pytest.mark.parametrize("way, memory", ON_GPUS)
+def test_replays(cuda, size, seed, way, memory):
+    with Ranks(size, cuda, way=way, memory=memory) as ranks:
         ranks(replay, seed, 10)
 
 
@@ -269,15 +272,28 @@ def reduce_by(comm, seed, shape, dtype):
     return get(ops.all_reduce(x, comm, out_squares=squares)).tobytes(), get(squares).tobytes()
 
 
+def where(comm):
+    return comm.memory
+
+
+@pytest.mark.gpu
+def test_one_rank_that_needs_the_hosts_memory_decides(cuda, seed):
+    """As one does that cannot reach another's."""
+    with Ranks(2, cuda, memory=["auto", "host"]) as ranks:
+        assert ranks(where) == ["host", "host"]
+        ranks(replay, seed, 2)
+
+
 @pytest.mark.gpu
 def test_every_way_gives_the_same_bits(cuda, size, seed):
     """Sums of squares, too, which have an order of their own."""
     cases = [((5, 4096), "bfloat16"), ((3, 1000), "float16"), ((2, 2500), "float32"), ((600, 37), "bfloat16")]
     results = []
-    for way in WAYS:
-        with Ranks(size, cuda, way=way) as ranks:
+    for way, memory in WAYS:
+        with Ranks(size, cuda, way=way, memory=memory) as ranks:
             results.append([ranks(reduce_by, seed, *case)[0] for case in cases])
-    assert results[0] == results[1] == results[2]
+            assert ranks(where) == [{"auto": "gpu"}.get(memory, memory)] * size
+    assert all(result == results[0] for result in results)
 
 
 # --- two GPUs
@@ -289,11 +305,11 @@ def replay_on_two(comm, seed, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_a_gpu_each(cuda, seed, way):
+@pytest.mark.parametrize("way, memory", ON_GPUS)
+def test_a_gpu_each(cuda, seed, way, memory):
     if ops.build_info()["cuda_devices"] < 2:
         pytest.skip("needs two GPUs")
-    with Ranks(2, ["cuda:0", "cuda:1"], way=way) as ranks:
+    with Ranks(2, ["cuda:0", "cuda:1"], way=way, memory=memory) as ranks:
         ranks(replay_on_two, seed, 100)
 
 

@@ -107,6 +107,8 @@ def test_memory_is_let_go_of(memory):
         ((0, 1), {"join_timeout": 1e9}, "join_timeout: is 1000000000.0 but must be above 0 and at most 1e6 seconds"),
         ((0, 1), {"device": "gpu"}, "device: 'gpu' is not a device"),
         ((0, 1), {"way": "two-shots"}, "way: is 'two-shots' but must be \"auto\" or, on a GPU,"),
+        ((0, 1), {"memory": "host"}, "memory: is 'host' but must be \"auto\" or, on a GPU, \"host\""),
+        ((0, 1), {"memory": 3}, "memory: is 3 but must be"),
     ],
 )
 def test_bad_numbers(memory, arguments, options, text):

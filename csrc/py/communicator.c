@@ -32,7 +32,7 @@ int py_comm_arg(py_state *state, const char *name, PyObject *object, pk_comm **c
 PyDoc_STRVAR(
     comm_doc,
     "Communicator(rank, size, fd, device=\"cpu\", *, timeout=10.0, join_timeout=60.0, "
-    "way=\"auto\")\n--\n\n"
+    "way=\"auto\", memory=\"auto\")\n--\n\n"
     "This process as one of a group that computes together: what all_reduce, all_gather and sample_candidates need.\n\n"
     "All ranks share the memory behind one file, which is all that they need: no name, no port, nothing that is left\n"
     "behind. The parent makes it, os.memfd_create(\"group\"), empty, and the ranks inherit it; a file serves one group.\n"
@@ -54,11 +54,13 @@ PyDoc_STRVAR(
     "    way: how an all_reduce of GPUs goes, for tests and measurements; no bit depends on it. \"one-shot\": every rank\n"
     "        sends x to all others; \"two-shots\": a part of x to each, and that part's sum back; \"simple\": a gather and a\n"
     "        sum; \"auto\": the faster one of the first two.\n"
+    "    memory: where what GPUs send each other lies. \"auto\": on the GPUs if each reaches the others' memory, else on\n"
+    "        the host, which is slower, with the same bits; \"host\": there.\n"
     "    join_timeout: seconds that the constructor waits for all ranks to come.\n\n"
     "Raises:\n"
     "    ValueError: a number, or a rank that another process has taken.\n"
     "    GroupError: a rank did not come.\n"
-    "    CudaError: the GPUs cannot reach each other's memory.");
+    "    CudaError: the device, or what it writes for others does not arrive.");
 
 static int read_seconds(const char *name, PyObject *object, double *seconds)
 {
@@ -69,24 +71,22 @@ static int read_seconds(const char *name, PyObject *object, double *seconds)
     return -1;
 }
 
-static int read_way(PyObject *object, pk_device device, pk_comm_way *way)
+static const char *const WAYS[] = {"auto", "one-shot", "two-shots", "simple", NULL}; /* pk_comm_way */
+static const char *const MEMORIES[] = {"auto", "host", NULL};                        /* pk_comm_memory */
+
+/* Which of the names it is; all but the first are for a GPU. */
+static int read_name(const char *argument, PyObject *object, pk_device device, const char *const *names,
+                     const char *all, int *number)
 {
-    static const char *const names[PK_COMM_NUM_WAYS] = {
-        [PK_COMM_AUTO] = "auto",
-        [PK_COMM_ONE_SHOT] = "one-shot",
-        [PK_COMM_TWO_SHOTS] = "two-shots",
-        [PK_COMM_SIMPLE] = "simple",
-    };
-    *way = PK_COMM_AUTO;
+    *number = 0;
     if (!object) return 0;
     const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : NULL;
-    for (int i = 0; text && i < PK_COMM_NUM_WAYS; i++)
-        if (strcmp(text, names[i]) == 0 && (i == PK_COMM_AUTO || device.type == PK_CUDA)) {
-            *way = (pk_comm_way)i;
+    for (int i = 0; text && names[i]; i++)
+        if (strcmp(text, names[i]) == 0 && (i == 0 || device.type == PK_CUDA)) {
+            *number = i;
             return 0;
         }
-    PyErr_Format(PyExc_ValueError,
-                 "way: is %R but must be \"auto\" or, on a GPU, \"one-shot\", \"two-shots\" or \"simple\"", object);
+    PyErr_Format(PyExc_ValueError, "%s: is %R but must be \"auto\" or, on a GPU, %s", argument, object, all);
     return -1;
 }
 
@@ -101,13 +101,13 @@ static int read_number(const char *name, PyObject *object, int64_t low, int64_t 
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    enum { RANK, SIZE, FD, DEVICE, TIMEOUT, JOIN_TIMEOUT, WAY, COUNT };
+    enum { RANK, SIZE, FD, DEVICE, TIMEOUT, JOIN_TIMEOUT, WAY, MEMORY, COUNT };
     PyObject *given[COUNT];
     py_state *state = PyType_GetModuleState(type);
     pk_device device = {PK_CPU, 0};
     double timeout = 10, join_timeout = 60;
     int64_t rank, size, fd;
-    pk_comm_way way;
+    int way, memory;
     pk_error err;
     if (py_bind_call(&state->signatures[PY_SIG_Communicator], args, kwargs, given) < 0 ||
         read_number("size", given[SIZE], 1, PK_COMM_MAX_RANKS, &size) < 0 ||
@@ -116,13 +116,16 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         read_seconds("join_timeout", given[JOIN_TIMEOUT], &join_timeout) < 0)
         return NULL;
     if (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0) return NULL;
-    if (read_way(given[WAY], device, &way) < 0) return NULL;
+    if (read_name("way", given[WAY], device, WAYS, "\"one-shot\", \"two-shots\" or \"simple\"", &way) < 0 ||
+        read_name("memory", given[MEMORY], device, MEMORIES, "\"host\"", &memory) < 0)
+        return NULL;
     py_comm *self = comm_of(py_new_object(type));
     if (!self) return NULL;
+    self->comm.way = (pk_comm_way)way;
+    self->comm.memory = (pk_comm_memory)memory;
     pk_status status;
     PY_WITHOUT_GIL(true, status = pk_communicator_open(&self->comm, (int)rank, (int)size, (int)fd, device, timeout,
                                                        join_timeout, &err));
-    self->comm.way = way;
     if (status == PK_OK) return (PyObject *)self;
     Py_DECREF((PyObject *)self);
     return py_raise(state, &err);
@@ -201,10 +204,17 @@ static PyObject *comm_device(PyObject *self, void *unused)
     return py_device_text(comm_of(self)->comm.device);
 }
 
+static PyObject *comm_memory(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(comm_of(self)->comm.memory == PK_COMM_GPU_MEMORY ? "gpu" : "host");
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", comm_rank, NULL, "Of this process, from 0 on.", NULL},
     {"size", comm_size, NULL, "How many ranks there are.", NULL},
     {"device", comm_device, NULL, "Where the tensors of its calls are, such as \"cuda:0\".", NULL},
+    {"memory", comm_memory, NULL, "Where what the ranks send each other lies: \"gpu\" or \"host\".", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyMethodDef comm_methods[] = {

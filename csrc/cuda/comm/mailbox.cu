@@ -1,49 +1,66 @@
-/* mailbox.cu - makes the mailboxes of a communicator: memory of each GPU, which the others open by CUDA IPC. */
+/* mailbox.cu - makes the mailboxes of a communicator: memory of each GPU, which the others open by CUDA IPC; or, where one
+ * of them cannot, pages of the file that the ranks share, which every GPU maps. */
 #include "cuda/comm/mailbox.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 constexpr size_t BOX_BYTES = (size_t)MAIL_SLOTS * MAIL_SLOT * sizeof(uint4);
+static_assert(MAIL_TURNS * BOX_BYTES == PK_COMM_MAIL_BYTES, "it has room in the shared file");
 static_assert(sizeof(cudaIpcMemHandle_t) == PK_COMM_HANDLE_BYTES, "it has room in pk_comm_member");
 
-/* Behind the boxes: the turns, one word for has_stopped, and one for each rank to prove that it can write here. */
+/* Memory of this rank's GPU that is nobody else's. */
 struct own_words {
-    uint32_t turns[MAIL_SLOTS], has_stopped, proofs[PK_COMM_MAX_RANKS];
+    uint32_t turns[MAIL_SLOTS], has_stopped;
 };
-static size_t boxes_bytes(const pk_comm *comm) { return MAIL_TURNS * comm->size * BOX_BYTES; }
-static own_words *words_of(const pk_comm *comm, void *memory)
+
+/* Behind a rank's boxes: a word for each rank to prove that it can write here. */
+static uint32_t *proofs_in(const pk_comm *comm, void *memory)
 {
-    return (own_words *)((char *)memory + boxes_bytes(comm));
+    return (uint32_t *)((char *)memory + MAIL_TURNS * comm->size * BOX_BYTES);
 }
 static uint32_t proof_of(int from, int to) { return 0x70000000u + (uint32_t)from * 256 + (uint32_t)to; }
 
-// --- one rank's memory
+// --- this rank's memory
 
-static pk_status make_memory(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
+static pk_status make_words(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
 {
-    const size_t bytes = boxes_bytes(comm) + sizeof(own_words);
-    PK_CUDA(call.err, cudaMalloc(&its->memory, bytes)); /* IPC knows no other */
-    PK_CUDA(call.err, cudaMemset(its->memory, 0xff, boxes_bytes(comm)));
-    PK_CUDA(call.err, cudaMemset(words_of(comm, its->memory), 0, sizeof(own_words)));
-    PK_CUDA(call.err, cudaDeviceSynchronize());
+    PK_CUDA(call.err, cudaMalloc(&its->words, sizeof(own_words)));
+    PK_CUDA(call.err, cudaMemset(its->words, 0, sizeof(own_words)));
     PK_CUDA(call.err, cudaHostRegister(comm->shared, sizeof(pk_comm_shared), cudaHostRegisterMapped));
     PK_CUDA(call.err, cudaHostGetDevicePointer((void **)&its->mail.shared, comm->shared, 0));
-    cudaIpcMemHandle_t handle;
-    PK_CUDA(call.err, cudaIpcGetMemHandle(&handle, its->memory));
-    memcpy(comm->shared->members[comm->rank].handle, &handle, sizeof handle);
-    its->mail.of[comm->rank] = (uint4 *)its->memory;
-    its->mail.turns = words_of(comm, its->memory)->turns;
-    its->mail.has_stopped = &words_of(comm, its->memory)->has_stopped;
+    its->mail.turns = ((own_words *)its->words)->turns;
+    its->mail.has_stopped = &((own_words *)its->words)->has_stopped;
     its->mail.rank = comm->rank, its->mail.size = comm->size;
     its->mail.timeout_ns = (uint64_t)(comm->timeout * 1e9);
     return PK_OK;
 }
 
-static pk_status open_peers(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
+/* Empties the boxes and the proofs. */
+static pk_status empty(const pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
 {
+    PK_CUDA(call.err, cudaMemset(its->mail.of[comm->rank], 0xff, pk_comm_mail_bytes(comm->size)));
+    PK_CUDA(call.err, cudaDeviceSynchronize());
+    return PK_OK;
+}
+
+static pk_status make_boxes(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
+{
+    PK_CUDA(call.err, cudaMalloc(&its->boxes, pk_comm_mail_bytes(comm->size))); /* IPC knows no other */
+    its->mail.of[comm->rank] = (uint4 *)its->boxes;
+    cudaIpcMemHandle_t handle;
+    PK_CUDA(call.err, cudaIpcGetMemHandle(&handle, its->boxes));
+    memcpy(comm->shared->members[comm->rank].handle, &handle, sizeof handle);
+    return empty(comm, its, call);
+}
+
+// --- that of the others
+
+/* Whether it can open the memory of all others' GPUs. */
+static pk_status open_peers(pk_comm *comm, pk_cuda_comm *its, bool *has_opened, const pk_cuda_call &call)
+{
+    *has_opened = false;
     for (int rank = 0; rank < comm->size; rank++) {
         const pk_comm_member *member = &comm->shared->members[rank];
         if (rank == comm->rank) continue;
@@ -54,18 +71,26 @@ static pk_status open_peers(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call
                            comm->rank, rank);
         cudaIpcMemHandle_t handle;
         memcpy(&handle, member->handle, sizeof handle);
-        cudaError_t error = cudaIpcOpenMemHandle((void **)&its->mail.of[rank], handle, cudaIpcMemLazyEnablePeerAccess);
-        if (error == cudaSuccess) continue;
+        if (cudaIpcOpenMemHandle((void **)&its->mail.of[rank], handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess)
+            continue;
         its->mail.of[rank] = nullptr;
-        char name[120];
-        snprintf(name, sizeof name, "Communicator: rank %d cannot reach the GPU of rank %d: cudaIpcOpenMemHandle",
-                 comm->rank, rank);
-        return pk_cuda_fail(call.err, name, error);
+        cudaGetLastError();
+        return PK_OK;
     }
+    *has_opened = true;
     return PK_OK;
 }
 
-// --- a real copy proves that kernels reach the others' memory
+static void close_peers(const pk_comm *comm, pk_cuda_comm *its)
+{
+    if (!its->boxes) return;
+    for (int rank = 0; rank < comm->size; rank++) {
+        if (rank != comm->rank && its->mail.of[rank]) cudaIpcCloseMemHandle(its->mail.of[rank]);
+        its->mail.of[rank] = nullptr;
+    }
+}
+
+// --- a real copy proves that kernels reach it
 
 struct proofs {
     uint32_t *to[PK_COMM_MAX_RANKS], value[PK_COMM_MAX_RANKS];
@@ -76,37 +101,92 @@ __global__ void prove_kernel(const __grid_constant__ proofs proofs)
     if (to) *(volatile uint32_t *)to = proofs.value[threadIdx.x];
 }
 
-static pk_status prove(pk_comm *comm, pk_cuda_comm *its, const pk_comm_what *what, const pk_cuda_call &call)
+/* Whether what every rank writes arrives here. */
+static pk_status prove(pk_comm *comm, pk_cuda_comm *its, const pk_comm_what *what, bool *has_arrived,
+                       const pk_cuda_call &call)
 {
     proofs mine = {};
-    own_words words;
+    uint32_t words[PK_COMM_MAX_RANKS];
     for (int rank = 0; rank < comm->size; rank++) {
-        mine.to[rank] = &words_of(comm, its->mail.of[rank])->proofs[comm->rank];
+        mine.to[rank] = proofs_in(comm, its->mail.of[rank]) + comm->rank;
         mine.value[rank] = proof_of(comm->rank, rank);
     }
     PK_TRY(pk_cuda_launch(call, "prove_kernel", prove_kernel, dim3(1), dim3(PK_COMM_MAX_RANKS), 0, mine));
     PK_CUDA(call.err, cudaDeviceSynchronize());
     PK_TRY(pk_comm_turn(comm, what, call.err));
-    PK_CUDA(call.err, cudaMemcpy(&words, words_of(comm, its->memory), sizeof words, cudaMemcpyDeviceToHost));
-    for (int rank = 0; rank < comm->size; rank++)
-        if (words.proofs[rank] != proof_of(rank, comm->rank))
-            return pk_fail(call.err, PK_ECUDA,
-                           "Communicator: rank %d can open the memory of rank %d's GPU, but what it writes does not "
-                           "arrive",
-                           rank, comm->rank);
+    PK_CUDA(call.err, cudaMemcpy(words, proofs_in(comm, its->mail.of[comm->rank]), sizeof words, cudaMemcpyDefault));
+    *has_arrived = true;
+    for (int rank = 0; rank < comm->size; rank++) *has_arrived &= words[rank] == proof_of(rank, comm->rank);
     return PK_OK;
+}
+
+// --- where the boxes are
+
+static const pk_comm_what JOIN = {PK_COMM_JOIN, 0, 0, 0, 0};
+
+/* Whether all ranks can say so. */
+static pk_status agree(pk_comm *comm, bool can, bool *all_can, const pk_cuda_call &call)
+{
+    *(bool *)pk_comm_next_box(comm) = can;
+    PK_TRY(pk_comm_turn(comm, &JOIN, call.err));
+    *all_can = can;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != comm->rank) *all_can &= *(const bool *)pk_comm_box_of(comm, rank);
+    return PK_OK;
+}
+
+static pk_status use_gpu_memory(pk_comm *comm, pk_cuda_comm *its, bool *can, const pk_cuda_call &call)
+{
+    *can = comm->memory != PK_COMM_HOST_MEMORY;
+    if (*can) PK_TRY(make_boxes(comm, its, call));
+    PK_TRY(agree(comm, *can, can, call)); /* all handles are there */
+    if (!*can) return PK_OK;
+    PK_TRY(open_peers(comm, its, can, call));
+    PK_TRY(agree(comm, *can, can, call));
+    if (!*can) return PK_OK;
+    PK_TRY(prove(comm, its, &JOIN, can, call));
+    return agree(comm, *can, can, call);
+}
+
+/* Nobody has a box of another rank's open any more. */
+static pk_status leave_gpu_memory(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
+{
+    close_peers(comm, its);
+    PK_TRY(pk_comm_turn(comm, &JOIN, call.err));
+    if (its->boxes) PK_CUDA(call.err, cudaFree(its->boxes));
+    its->boxes = nullptr;
+    return PK_OK;
+}
+
+static pk_status use_host_memory(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
+{
+    const size_t bytes = pk_comm_mail_bytes(comm->size);
+    char *first;
+    PK_CUDA(call.err, cudaHostRegister(pk_comm_mail_of(comm, 0), comm->size * bytes, cudaHostRegisterMapped));
+    its->maps_host = true;
+    PK_CUDA(call.err, cudaHostGetDevicePointer((void **)&first, pk_comm_mail_of(comm, 0), 0));
+    for (int rank = 0; rank < comm->size; rank++) its->mail.of[rank] = (uint4 *)(first + rank * bytes);
+    PK_TRY(empty(comm, its, call));
+    PK_TRY(pk_comm_turn(comm, &JOIN, call.err)); /* all are empty */
+    bool has_arrived;
+    PK_TRY(prove(comm, its, &JOIN, &has_arrived, call));
+    if (has_arrived) return PK_OK;
+    return pk_fail(call.err, PK_ECUDA, "Communicator: what another GPU writes to the host's memory does not arrive");
 }
 
 // --- entries of the backend's table
 
 static pk_status open(pk_comm *comm, pk_cuda_comm *its, const pk_cuda_call &call)
 {
-    const pk_comm_what join = {PK_COMM_JOIN, 0, 0, 0, 0};
-    PK_TRY(make_memory(comm, its, call));
-    PK_TRY(pk_comm_turn(comm, &join, call.err)); /* all handles are there */
-    PK_TRY(open_peers(comm, its, call));
-    PK_TRY(prove(comm, its, &join, call));
-    return pk_comm_turn(comm, &join, call.err); /* every rank has succeeded */
+    bool can;
+    PK_TRY(make_words(comm, its, call));
+    PK_TRY(use_gpu_memory(comm, its, &can, call));
+    comm->memory = can ? PK_COMM_GPU_MEMORY : PK_COMM_HOST_MEMORY;
+    if (!can) {
+        PK_TRY(leave_gpu_memory(comm, its, call));
+        PK_TRY(use_host_memory(comm, its, call));
+    }
+    return pk_comm_turn(comm, &JOIN, call.err); /* every rank has succeeded */
 }
 
 pk_status pk_cuda_comm_open(pk_comm *comm, pk_error *err)
@@ -133,10 +213,10 @@ void pk_cuda_comm_close(pk_comm *comm)
     if (call.status == PK_OK) {
         cudaDeviceSynchronize();
         bool all_are_done = pk_comm_check(comm, nullptr) == PK_OK && pk_comm_turn(comm, &leave, nullptr) == PK_OK;
-        for (int rank = 0; rank < comm->size; rank++)
-            if (rank != comm->rank && its->mail.of[rank]) cudaIpcCloseMemHandle(its->mail.of[rank]);
+        close_peers(comm, its);
         if (its->mail.shared) cudaHostUnregister(comm->shared);
-        if (all_are_done) cudaFree(its->memory);
+        if (its->maps_host) cudaHostUnregister(pk_comm_mail_of(comm, 0));
+        if (all_are_done) cudaFree(its->boxes), cudaFree(its->words);
         cudaGetLastError();
     }
     free(its);

@@ -1,4 +1,5 @@
-/* mailbox.h - what the kernels of a communicator share: memory of each GPU that the others write, and how to wait there.
+/* mailbox.h - what the kernels of a communicator share: memory of each GPU that the others write, and how to wait there. It
+ * is on that GPU, or, where the others do not reach it there, on the host; kernels see no difference.
  *
  * A `slot` is 256 vectors of 16 bytes. Each GPU has, for three turns, a box of 512 slots for each rank that writes there.
  * A sender stores its vectors into the boxes of the others; a receiver reads its own until each word of a vector is
@@ -22,7 +23,7 @@ constexpr uint32_t MAIL_IS_IN_USE = 4;                                   /* besi
 
 /* As a kernel gets it. */
 struct pk_mailboxes {
-    uint4 *of[PK_COMM_MAX_RANKS]; /* the memory of each rank's GPU */
+    uint4 *of[PK_COMM_MAX_RANKS]; /* the boxes of each rank */
     uint32_t *turns;              /* [MAIL_SLOTS]; this and the next are own memory */
     uint32_t *has_stopped;
     pk_comm_shared *shared; /* memory of the host */
@@ -30,7 +31,7 @@ struct pk_mailboxes {
     uint64_t timeout_ns;
     uint32_t operation;
 
-    /* On `owner`'s GPU, what `from` writes. Nobody sends to itself: there is the second shot of two. */
+    /* Of `owner`, what `from` writes. Nobody sends to itself: there is the second shot of two. */
     __device__ uint4 *box(int owner, uint32_t turn, int from, int64_t slot) const
     {
         return of[owner] + ((int64_t)(turn * size + from) * MAIL_SLOTS + slot) * MAIL_SLOT;
@@ -166,7 +167,8 @@ __device__ static __forceinline__ void pk_mail_use(const pk_mailboxes &its, int6
 /* What comm->of_device is. */
 struct pk_cuda_comm {
     pk_mailboxes mail;
-    void *memory; /* of this rank's GPU */
+    void *words, *boxes; /* memory of this rank's GPU; no boxes: they are ... */
+    bool maps_host;      /* ... in the shared file, which is mapped */
 };
 
 #endif

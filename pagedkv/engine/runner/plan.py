@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from pagedkv.parallel.watch import OF_GROUP, STEP_SECONDS
 from .batch_sizes import max_rows
 from .model_runner import ModelRunner
 from .step_memory import StepMemory
+
+logger = logging.getLogger(__name__)
 
 RANK = "pagedkv.engine.rank"  # the module that another rank's process runs
 JOIN_SECONDS = 9.0  # in which ranks whose processes run must have found each other
@@ -82,6 +85,11 @@ class RunnerPlan:
             team.answers()  # all are there
             team.ask("set_up", self)
             comm = self.communicator(0, team.comm_fd)
+            if comm.memory == "host" and not is_cpu:
+                logger.warning(
+                    "the GPUs %s do not reach each other's memory (`nvidia-smi topo -p2p r` shows which): what they "
+                    "send each other goes through the host's memory, which is slower", ", ".join(self.devices),
+                )  # fmt: skip
             team.watch(comm.abort)
             made = self.make(0, comm, team)
             team.answers()

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from peers import figures
+from rates import Rates
 from record import add_record_option, record_run
 
-from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
 
 INT4 = {
@@ -54,38 +52,6 @@ def write_model(name: str, folder: Path) -> Path:
     path = nano_bench.write_shape("8B", folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | MODELS[name][0]))
     return folder
-
-
-class Rates:
-    """Tokens a second, of one run each, with nothing cached."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.rng = llm, random.Random(0)
-        self.workload = nano_bench.make_workload()
-
-    def timed(self, num_prompts: int, prompt: int, new: int) -> float:
-        """Seconds."""
-        prompts = [[self.rng.randint(0, 10000) for _ in range(prompt)] for _ in range(num_prompts)]
-        self.llm.manager.reset_prefix_cache()
-        start = time.perf_counter()
-        outputs = self.llm.generate(
-            prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=new), use_tqdm=False
-        )
-        seconds = time.perf_counter() - start
-        for output in outputs:
-            if output.error:
-                raise output.error
-            assert len(output.token_ids) == new
-        return seconds
-
-    def one(self) -> float:
-        return 512 / self.timed(1, 128, 512)
-
-    def nano(self) -> float:
-        return self.workload.num_new_tokens / nano_bench.run(self.llm, self.workload)[1]
-
-    def prefill(self) -> float:
-        return 16 * 4096 / self.timed(16, 4096, 1)
 
 
 def rows(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ NUM_REQUESTS, NUM_RUNS = {"gpu": 256, "cpu": 4}, {"gpu": 3, "cpu": 1}  # with 25
 def add(commands: Commands) -> None:
     text = "nano-vllm's benchmark, 256 requests at once, beside the device's floor"
     bench = commands.add_parser("bench", help=text, description=f"{text}; on a CPU a few of them, once: some minutes")
-    shape = "a folder, or 0.6B, 1.7B, 4B, 8B: a Qwen3 of this size with random weights (default: 0.6B)"
+    shape = "a folder, or 0.6B, 1.7B, 4B, 8B, 14B, 32B: a Qwen3 of this size with random weights (default: 0.6B)"
     bench.add_argument("model", nargs="?", default="0.6B", help=shape)
     many = f"how many (default: {NUM_REQUESTS['gpu']}; on a CPU {NUM_REQUESTS['cpu']})"
     bench.add_argument("--num-requests", type=integer, help=many)

@@ -4,6 +4,7 @@
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pagedkv.models.ipc import IpcTensor
+    from pagedkv.models.nccl import BroadcastTensor, WeightGroup
     from pagedkv.parallel.watch import RankError
 
     from .async_engine import AsyncEngine
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
     from .text.chat import ChatTemplate
 
 __all__ = [
-    "LLM", "AsyncEngine", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine", "EngineCounters",
-    "EngineStats", "IpcTensor", "LoRARequest", "RankError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "StructuredOutputsParams",
+    "LLM", "AsyncEngine", "BroadcastTensor", "ChatTemplate", "CompletionOutput", "EmbeddingOutput", "Engine",
+    "EngineCounters", "EngineStats", "IpcTensor", "LoRARequest", "RankError", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "WeightGroup",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
     _MODULES = {
-        "LLM": "llm", "AsyncEngine": "async_engine", "ChatTemplate": "text.chat", "Engine": "engine",
-        "IpcTensor": "control",
-        "LoRARequest": "lora_request", "RankError": "core",
-        "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
-        "StructuredOutputsParams": "structured_outputs",
+        "LLM": "engine.llm", "AsyncEngine": "engine.async_engine", "BroadcastTensor": "models.nccl",
+        "ChatTemplate": "engine.text.chat", "Engine": "engine.engine", "IpcTensor": "models.ipc",
+        "LoRARequest": "engine.lora_request", "RankError": "parallel.watch",
+        "RequestOutputKind": "engine.sampling_params", "SamplingParams": "engine.sampling_params",
+        "StructuredOutputsParams": "engine.structured_outputs", "WeightGroup": "models.nccl",
     }  # fmt: skip
 
     def __getattr__(name: str) -> object:
@@ -35,7 +36,7 @@ if not TYPE_CHECKING:
 
         if name not in __all__:
             raise AttributeError(f"module 'pagedkv.engine' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"pagedkv.engine.{_MODULES.get(name, 'outputs')}"), name)
+        value = globals()[name] = getattr(import_module(f"pagedkv.{_MODULES.get(name, 'engine.outputs')}"), name)
         return value
 
 

@@ -51,6 +51,16 @@ class ControlClient(Protocol):
         version: int | str = await self.control("update_weights", tensors, weight_version=weight_version)
         return version
 
+    async def init_weights_update_group(
+        self, unique_id: bytes, world_size: int, rank_offset: int = 1, *, timeout: float = 60.0
+    ) -> None:
+        """See Engine.init_weights_update_group()."""
+        await self.control("init_weights_update_group", unique_id, world_size, rank_offset, timeout=timeout)
+
+    async def destroy_weights_update_group(self) -> None:
+        """See Engine.destroy_weights_update_group()."""
+        await self.control("destroy_weights_update_group")
+
     async def get_weight_version(self) -> int | str:
         """See Engine.get_weight_version()."""
         version: int | str = await self.control("get_weight_version")

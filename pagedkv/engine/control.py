@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 from pagedkv import BlockManager
-from pagedkv.models.ipc import IpcTensor
+from pagedkv.models.nccl import BroadcastTensor, check_member
 from pagedkv.models.update import packed, read_files, read_tensors
 
 from .core import EngineCore
@@ -17,10 +17,11 @@ from .runner.model_runner import ModelRunner
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
+GROUP_DEVICES = ("cuda",)  # of which NCCL makes groups
 # Those methods of Control that a client in another process may call.
 CALLS = (
     "sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "update_weights", "get_weight_version",
-    "update_weight_version", "reset_prefix_cache",
+    "update_weight_version", "reset_prefix_cache", "init_weights_update_group", "destroy_weights_update_group",
 )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ class Control:
 
     def update_weights(
         self,
-        tensors: str | os.PathLike[str] | Mapping[str, Any | IpcTensor] | Iterable[tuple[str, Any | IpcTensor]],
+        tensors: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
         *,
         weight_version: int | str | None = None,
     ) -> int | str:
@@ -144,8 +145,10 @@ class Control:
         Args:
             tensors: by the names of a checkpoint, as a mapping or as pairs: any that DLPack describes, on the CPU or a
                 GPU, in float32, float16 or bfloat16, or as the checkpoint's own quantised format has them. Some of the
-                model's or all. They may be changed after the call. Or IpcTensors, which another process has on a GPU.
-                Or the path of a model's folder, or of one safetensors file, that the engine's process can read
+                model's or all. They may be changed after the call. Or IpcTensors, which another process has on a GPU;
+                or BroadcastTensors, all of them, which the first member of the group (init_weights_update_group) sends
+                in this order. Or the path of a model's folder, or of a safetensors file, that the engine's process
+                can read
             weight_version: what outputs have as weight_version from now on; None: the number after the last one
 
         What must be given together: the weights that a norm is multiplied into, with that norm where it changes; all
@@ -156,14 +159,18 @@ class Control:
         be written are missing, and requests wait until they are given again.
         """
         is_path = isinstance(tensors, (str, os.PathLike))
-        given = read_files(tensors) if is_path else read_tensors(tensors)  # type: ignore[arg-type]
+        given: Any = read_files(tensors) if is_path else read_tensors(tensors)  # type: ignore[arg-type]
+        is_sent = any(isinstance(each, BroadcastTensor) for each in given.values())
         version = self._next_version(weight_version)
 
         def update() -> int | str:
             runner = self._open_runner()
             self._check_awake("weights")
-            payload: Any = given
-            if runner.team is not None:
+            payload = given
+            if is_sent:
+                self._receive(runner, given)
+                payload = None
+            elif runner.team is not None:
                 runner.weights.check(given)  # before the other ranks are told
                 payload = os.path.abspath(os.fspath(tensors)) if is_path else packed(given)  # type: ignore[arg-type]
             self._core.drain()
@@ -177,6 +184,50 @@ class Control:
             return version
 
         return self._core.call(update)
+
+    @staticmethod
+    def _receive(runner: ModelRunner, sent: Mapping[str, BroadcastTensor]) -> None:
+        """On all ranks, and checks it before any of them writes."""
+        if not runner.weights.has_group:
+            raise RuntimeError("the engine is in no group that sends weights: call init_weights_update_group() first")
+        _raise_problems(runner.on_all("weights.try_to_receive", dict(sent)))
+        try:
+            runner.weights.check(None)
+        except BaseException:
+            runner.on_all("weights.drop_received")
+            raise
+
+    def init_weights_update_group(
+        self, unique_id: bytes, world_size: int, rank_offset: int = 1, *, timeout: float = 60.0
+    ) -> None:
+        """Makes the engine's ranks members of a group of NCCL, whose member 0 sends new weights: see update_weights().
+        An earlier group is left. No step is made until all members have come.
+
+        Args:
+            unique_id: of the group (models.nccl.unique_id(), ncclGetUniqueId): 128 bytes
+            world_size: how many members there are, those of all engines and the one that sends
+            rank_offset: of the engine's first rank among them; the others follow
+            timeout: seconds to wait for the others, now and in updates
+
+        RuntimeError: what a rank could not do, NCCL not being installed for example. After an error the engine is in no
+        group.
+        """
+        check_member(unique_id, world_size, rank_offset, timeout)
+
+        def join() -> None:
+            runner = self._open_runner()
+            if runner.device.partition(":")[0] not in GROUP_DEVICES:
+                raise ValueError(f"device is {runner.device!r}, but NCCL is for GPUs")
+            problems = runner.on_all("weights.try_to_join", unique_id, world_size, rank_offset, timeout)
+            if any(problems):
+                runner.on_all("weights.leave")
+            _raise_problems(problems)
+
+        self._core.call(join)
+
+    def destroy_weights_update_group(self) -> None:
+        """Leaves that group, if it is in one."""
+        self._core.call(lambda: self._open_runner().on_all("weights.leave"))
 
     def _next_version(self, wanted: int | str | None) -> int | str:
         if wanted is not None:
@@ -202,6 +253,13 @@ class Control:
     def _refuse_other_weights(self) -> None:
         if self._has_other_weights:
             raise ValueError("update_weights() has changed the weights, but a saved cache is of those in the folder")
+
+
+def _raise_problems(problems: list[str | None]) -> None:
+    """Of the ranks."""
+    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+    if found:
+        raise RuntimeError("; ".join(found))
 
 
 def _checked_mode(mode: Any) -> PauseMode:

@@ -19,6 +19,7 @@ import numpy as np
 from pagedkv import Tensor, ops
 
 from .ipc import IpcTensor
+from .nccl import BroadcastTensor
 from .places import Place, Places, Rows, on_host
 from .safetensors import VIEWED, SafetensorsFile
 from .share import narrowed, whole
@@ -63,10 +64,13 @@ class Given:
 # --- what was given
 
 
-def read_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """By name, as Tensors over the same memory. torch's parameters are those without their gradients."""
+def read_tensors(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+) -> dict[str, Tensor] | dict[str, BroadcastTensor]:
+    """By name, as Tensors over the same memory. torch's parameters are those without their gradients. BroadcastTensors
+    are not there yet, and in the order in which they come."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError(f"tensors holds {type(pair).__name__} but must hold pairs of a name and a tensor")
@@ -74,10 +78,19 @@ def read_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict
         if name in found:
             raise ValueError(f"tensor {name!r} is there twice")
         try:
-            found[name] = tensor.open() if isinstance(tensor, IpcTensor) else ops.from_dlpack(_detached(tensor))
+            found[name] = _read(tensor)
         except (BufferError, TypeError) as error:
             raise TypeError(f"tensor {name!r} is no tensor that can be read: {error}") from None
+    present = [name for name, tensor in found.items() if isinstance(tensor, Tensor)]
+    if 0 < len(present) < len(found):
+        raise TypeError(f"tensor {present[0]!r} is there, but others in the call are BroadcastTensors")
     return found
+
+
+def _read(tensor: Any) -> Tensor | BroadcastTensor:
+    if isinstance(tensor, BroadcastTensor):
+        return tensor
+    return tensor.open() if isinstance(tensor, IpcTensor) else ops.from_dlpack(_detached(tensor))
 
 
 def _detached(tensor: Any) -> Any:

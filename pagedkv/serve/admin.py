@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pagedkv.models.ipc import IpcTensor
+from pagedkv.models.nccl import BroadcastTensor
 
 from .errors import ApiError, json_response, of_request
 from .server import Server
@@ -68,16 +69,33 @@ async def update_weight_version(server: Server, request: Request) -> Response:
     return json_response(options)
 
 
+async def init_weights_update_group(server: Server, request: Request) -> Response:
+    kinds = {"unique_id": _base64, "world_size": _integer, "rank_offset": _integer, "timeout": _seconds}
+    options = await _options(server, request, kinds)
+    for name in ("unique_id", "world_size"):
+        if name not in options:
+            raise ApiError(400, f"{name} must be given", param=name)
+    await _control(server, "init_weights_update_group", **options)
+    return json_response(options | {"unique_id": base64.b64encode(options["unique_id"]).decode()})
+
+
+async def destroy_weights_update_group(server: Server, request: Request) -> Response:
+    await _control(server, "destroy_weights_update_group")
+    return json_response({})
+
+
 async def update_weights(server: Server, request: Request) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind in FILES:
         version = await _update_by_body(server, request)
     else:
-        given = {"path": _text, "tensors": _tensors, "weight_version": _version, "update_info": _no_transfer}
-        options = await _options(server, request, given)
-        if ("path" in options) == ("tensors" in options):
-            raise ApiError(400, "path (of a folder, or of a safetensors file) or tensors must be given", param="path")
-        new = options.pop("path") if "path" in options else options.pop("tensors")
+        sources = {"path": _text, "tensors": _tensors, "broadcast": _broadcast}
+        options = await _options(server, request, sources | {"weight_version": _version})
+        given = [name for name in sources if name in options]
+        if len(given) != 1:
+            text = "path (of a folder, or of a safetensors file), tensors or broadcast must be given, and one of them"
+            raise ApiError(400, text, param="path")
+        new = options.pop(given[0])
         version = await _control(server, "update_weights", new, **options)
     return json_response({"weight_version": version})
 
@@ -170,8 +188,27 @@ def _tensors(value: Any) -> dict[str, IpcTensor]:
     return found
 
 
-def _no_transfer(value: Any) -> Any:
-    raise ValueError("weights by a group of NCCL are not taken: give path, tensors, or a file")
+def _broadcast(value: Any) -> dict[str, BroadcastTensor]:
+    """[{"name", "dtype", "shape"}], in the order in which they are sent."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of objects")
+    try:
+        return {each["name"]: BroadcastTensor(tuple(each["shape"]), each["dtype"]) for each in value}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"must hold objects with name, dtype and shape: {error!r}") from None
+
+
+def _base64(value: Any) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (TypeError, ValueError):
+        raise ValueError("must be bytes in base64") from None
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number")
+    return value
 
 
 async def _control(server: Server, name: str, *args: Any, **options: Any) -> Any:
@@ -189,5 +226,7 @@ ROUTES = (
     ("POST", "/sleep", sleep), ("POST", "/wake_up", wake_up), ("GET", "/is_sleeping", is_sleeping),
     ("POST", "/pause", pause), ("POST", "/resume", resume), ("GET", "/is_paused", is_paused),
     ("POST", "/reset_prefix_cache", reset_prefix_cache), ("POST", "/update_weights", update_weights),
+    ("POST", "/init_weights_update_group", init_weights_update_group),
+    ("POST", "/destroy_weights_update_group", destroy_weights_update_group),
     ("GET", "/weight_version", get_weight_version), ("POST", "/update_weight_version", update_weight_version),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from pagedkv.engine.requests.view import EngineView
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.ipc import IpcTensor
+from pagedkv.models.nccl import BroadcastTensor
 from pagedkv.models.pooling import read_normalizes
 
 from .wire import Decoder, to_bytes, unpack
@@ -180,12 +181,14 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
 
     async def control(self, name: str, *args: Any, **options: Any) -> Any:
         """As AsyncEngine.control(). update_weights() takes the path of files that the engine's process can read, or
-        IpcTensors by name."""
+        IpcTensors or BroadcastTensors by name."""
         given = options.get("tensors", args[0] if args else None)
-        if isinstance(given, Mapping) and given and all(isinstance(each, IpcTensor) for each in given.values()):
+        kinds = IpcTensor, BroadcastTensor
+        if isinstance(given, Mapping) and given and all(isinstance(each, kinds) for each in given.values()):
             return await self._call("control", name, args, options)
         if name == "update_weights" and not isinstance(given, (str, os.PathLike)):
-            raise TypeError("tensors: the engine is in another process: give a path, or IpcTensors by name")
+            given = "a path, or IpcTensors or BroadcastTensors by name"
+            raise TypeError(f"tensors: the engine is in another process: give {given}")
         return await self._call("control", name, args, options)
 
     async def _call(self, kind: str, *values: Any) -> Any:

@@ -88,7 +88,8 @@ class ModelRunner:
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
         self._events = [Event(device=device) if self.is_gpu else None for _ in range(2)]
         self.turn = 0
-        self.weights = RunnerWeights(places or Places(device, "float32"), device, self.stream)
+        rank = 0 if comm is None else comm.rank
+        self.weights = RunnerWeights(places or Places(device, "float32"), device, self.stream, rank)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.caches = KVCaches(spec, kv_cache_dtype, block_size, device)
         self.buffers = model.allocate_buffers(max_num_batched_tokens)
@@ -363,6 +364,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Ends the other ranks."""
+        self.weights.leave()
         if self.team is not None:
             self.team.close()
         if self.comm is not None:

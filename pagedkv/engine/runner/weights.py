@@ -7,16 +7,22 @@ from contextlib import closing
 from typing import Any
 
 from pagedkv import Tensor, ops
+from pagedkv.models.nccl import BroadcastTensor, WeightGroup
 from pagedkv.models.places import Places
 from pagedkv.models.update import Packed, plan_update, read_files, unpacked
 from pagedkv.models.upload import Upload
 
 
 class RunnerWeights:
-    """places: where they lie; stream: of the steps. All calls come between two steps."""
+    """places: where they lie; stream: of the steps; rank: of the runner. All calls come between two steps.
 
-    def __init__(self, places: Places, device: str, stream: Any) -> None:
-        self._places, self._device, self._stream = places, device, stream
+    What may fail on one rank alone is tried: an error there would end all ranks.
+    """
+
+    def __init__(self, places: Places, device: str, stream: Any, rank: int) -> None:
+        self._places, self._device, self._stream, self._rank = places, device, stream, rank
+        self._group: WeightGroup | None = None  # that sends new weights
+        self._received: dict[str, Tensor] = {}  # by it, and not yet written
         self._kept: Tensor | None = None  # their bytes, on the host
         self._are_here = True
 
@@ -58,14 +64,53 @@ class RunnerWeights:
             self._kept = None
         return True
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises where update() would."""
-        plan_update(self._places, tensors)
+    # --- a group that sends new ones
 
-    def update(self, given: str | Packed | Mapping[str, Tensor]) -> None:
-        """given: the path of a checkpoint, tensors of another process, or tensors."""
-        if isinstance(given, str):
-            tensors: Mapping[str, Tensor] = read_files(given)
+    def try_to_join(self, unique_id: bytes, world_size: int, rank_offset: int, timeout: float) -> str | None:
+        """The problem, if there is one."""
+        self.leave()
+        try:
+            self._group = WeightGroup(unique_id, world_size, rank_offset + self._rank, self._device, timeout=timeout)
+        except (ImportError, RuntimeError, TimeoutError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._received = None, {}
+
+    def try_to_receive(self, tensors: Mapping[str, BroadcastTensor]) -> str | None:
+        """The problem, if there is one."""
+        assert self._group is not None, "it has joined"
+        try:
+            self._received = {name: tensor.empty(self._device) for name, tensor in tensors.items()}
+            self._group.broadcast(self._received.values())
+        except (RuntimeError, TimeoutError, MemoryError) as error:
+            self._received = {}
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def drop_received(self) -> None:
+        self._received = {}
+
+    @property
+    def has_group(self) -> bool:
+        return self._group is not None
+
+    # --- new ones
+
+    def check(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Raises where update() would."""
+        plan_update(self._places, self._received if tensors is None else tensors)
+
+    def update(self, given: str | Packed | Mapping[str, Tensor] | None) -> None:
+        """given: the path of a checkpoint, tensors of another process, or tensors; None: those that were received."""
+        tensors: Mapping[str, Tensor]
+        if given is None:
+            tensors, self._received = self._received, {}
+        elif isinstance(given, str):
+            tensors = read_files(given)
         else:
             tensors = unpacked(given) if isinstance(given, list) else given
         plan = plan_update(self._places, tensors)

@@ -36,6 +36,7 @@ class Speculation:
         self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
+        self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found, until more is learnt
         self._pause = 0  # steps that have no guesses, and ...
         self._next_pause = PAUSES[0]  # ... how many it will be next time
 
@@ -43,11 +44,12 @@ class Speculation:
 
     def pays(self, running: list[Sequence]) -> bool:
         self._pause = max(self._pause - 1, 0)
-        return not self._pause and any(self._lengths(running)[1])
+        self._plan = None if self._pause else self._lengths(running)
+        return self._plan is not None and any(self._plan[1])
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
         self._has_guessed = True
-        sequences, counts = self._lengths(running)
+        sequences, counts = self._plan or self._lengths(running)
         pairs = [(seq, count) for seq, count in zip(sequences, counts, strict=True) if count]
         sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
         if self.drafter.is_free:
@@ -84,6 +86,7 @@ class Speculation:
     # --- what is learnt
 
     def learn(self, step: Step, seconds: float) -> None:
+        self._plan = None
         self._learn_time(step, seconds - self._drafting)
         self._drafting = 0.0
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
@@ -140,5 +143,5 @@ class Speculation:
             self.times.add(step.num_decodes, step.num_decode_tokens, seconds)
 
     def forget(self) -> None:
-        self._num_steady, self._has_guessed, self._drafting = 0, False, 0.0
+        self._num_steady, self._has_guessed, self._drafting, self._plan = 0, False, 0.0, None
         self.drafter.forget()

@@ -67,7 +67,7 @@ class Control:
         buffers of a step and adapters stay. The prefix cache is emptied. Requests that come meanwhile wait.
 
         level: 1: the weights are kept in memory of the host, whose own stay where they are; 2: they are dropped, and
-        update_weights() must bring all of them before anything is served again.
+        update_weights() must bring all of them before anything is served again. Those of a draft model are kept.
         mode: what becomes of requests that are there, as in pause(); those that are kept are computed again.
 
         MemoryError: the host has no room for the weights; then the engine goes on.
@@ -83,9 +83,12 @@ class Control:
         self._core.preempt_all()
         self.manager.reset_prefix_cache()
         try:
+            if runner.draft is not None:
+                runner.draft.weights.give_back(True)  # nobody would bring them again
             runner.on_all("weights.give_back", level == 1)
             self._asleep.add("weights")
-            runner.on_all("caches.resize", 0)
+            for each in runner.with_draft:
+                each.on_all("caches.resize", 0)
             self._asleep.add("kv_cache")
         finally:
             self._hold_if_asleep(runner)
@@ -106,10 +109,11 @@ class Control:
         runner = self._open_runner()
         try:
             for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
-                size = self.manager.num_blocks
-                call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
-                if not all(runner.on_all(*call)):
-                    raise MemoryError(f"tags: the device has too little memory for {tag!r}")
+                for each in runner.with_draft:
+                    size = each.manager.num_blocks
+                    call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
+                    if not all(each.on_all(*call)):
+                        raise MemoryError(f"tags: the device has too little memory for {tag!r}")
                 self._asleep.discard(tag)
         finally:
             self._hold_if_asleep(runner)

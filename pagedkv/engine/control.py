@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, get_args
 
-from pagedkv import BlockManager
+from pagedkv import BlockManager, Tensor
 from pagedkv.models.ipc import IpcTensor
-from pagedkv.models.update import packed, read_files, read_tensors
+from pagedkv.models.update import Gathered, packed, read_files, read_tensors
 
 from .core import EngineCore
 from .holds import PauseMode
@@ -19,8 +19,8 @@ TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
 # Those methods of Control that a client in another process may call.
 CALLS = (
-    "sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "update_weights", "get_weight_version",
-    "update_weight_version", "reset_prefix_cache",
+    "sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "start_weight_update", "update_weights",
+    "finish_weight_update", "get_weight_version", "update_weight_version", "reset_prefix_cache",
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class Control:
     def _start_control(self) -> None:
         self._asleep: set[str] = set()  # tags of what has no memory; for the core's thread
         self._has_other_weights = False  # than those of the folder
+        self._named_version: int | str | None = None  # by a call of the update that has begun
 
     # --- pauses
 
@@ -140,7 +141,7 @@ class Control:
         *,
         weight_version: int | str | None = None,
     ) -> int | str:
-        """Writes new weights in place of the model's, between two steps. Returns their version.
+        """Writes new weights in place of the model's, between two steps. Returns the version of what is in force.
 
         Requests on their way go on, with the keys and values that they have; the prefix cache is emptied, so that no
         other request finds those. Graphs stay. All is checked before anything is written.
@@ -152,8 +153,9 @@ class Control:
                 Or the path of a model's folder, or of one safetensors file, that the engine's process can read
             weight_version: what outputs have as weight_version from now on; None: the number after the last one
 
-        What must be given together: the weights that a norm is multiplied into, with that norm where it changes; all
-        that a quantised product (such as q, k and v) is made of. Weights quantised at load are quantised again.
+        What must be given together, or after start_weight_update(): the weights that a norm is multiplied into, with
+        that norm where it changes; all that a quantised product (such as q, k and v) is made of. Weights quantised at
+        load are quantised again.
 
         ValueError: a name that the model does not have, a shape, what is missing, or what is twice. TypeError: a dtype.
         RuntimeError: the weights are asleep. After these nothing has changed. After any other error those that were to
@@ -161,30 +163,78 @@ class Control:
         """
         is_path = isinstance(tensors, (str, os.PathLike))
         given = read_files(tensors) if is_path else read_tensors(tensors)  # type: ignore[arg-type]
-        version = self._next_version(weight_version)
+        wanted = None if weight_version is None else _checked_version(weight_version)
 
         def update() -> int | str:
             runner = self._open_runner()
             self._check_awake("weights")
-            payload: Any = given
-            if runner.team is not None:
-                runner.weights.check(given)  # before the other ranks are told
-                payload = os.path.abspath(os.fspath(tensors)) if is_path else packed(given)  # type: ignore[arg-type]
-            self._core.drain()
-            try:
-                self._has_other_weights = True
-                runner.on_all("weights.update", payload)
-            finally:
-                self.manager.reset_prefix_cache()
-                self._hold_if_asleep(runner)
+            if runner.weights.gathered is not None:
+                if ready := runner.weights.gather(given):
+                    self._write(runner, ready)
+                self._named_version = wanted if wanted is not None else self._named_version
+                return self._core.book.weight_version
+            version = self._next_version(wanted)
+            self._write(runner, given, os.path.abspath(os.fspath(tensors)) if is_path else None)  # type: ignore[arg-type]
             self._core.book.weight_version = version
             return version
 
         return self._core.call(update)
 
+    def _write(self, runner: ModelRunner, tensors: Mapping[str, Tensor], path: str | None = None) -> None:
+        """path: where other ranks may read them."""
+        payload: Any = tensors
+        if runner.team is not None:
+            runner.weights.check(tensors)  # before the other ranks are told
+            payload = path or packed(tensors)
+        self._core.drain()
+        try:
+            self._has_other_weights = True
+            runner.on_all("weights.update", payload)
+        finally:
+            self.manager.reset_prefix_cache()
+            self._hold_if_asleep(runner)
+
+    def start_weight_update(self) -> None:
+        """Begins an update of several calls of update_weights(), of any tensors in any order. No step is made until
+        finish_weight_update(): requests stay as they are, and later ones wait. What is written together waits, as a
+        copy, until all of it is there. Once more: what waits is forgotten.
+
+        RuntimeError: the weights are asleep.
+        """
+        self._core.call(self._start_update)
+
+    def _start_update(self) -> None:
+        weights = self._open_runner().weights
+        self._check_awake("weights")
+        self._core.add_hold("update")
+        weights.gathered, self._named_version = Gathered(), None
+
+    def finish_weight_update(self, weight_version: int | str | None = None) -> int | str:
+        """Ends an update, and steps are made again. Returns the version of the weights: this one, or the last that a
+        call of update_weights() gave, or the number after the one before.
+
+        ValueError: something is missing that is written together with what was given: the update goes on, and may be
+        given it. RuntimeError: none has begun.
+        """
+        wanted = None if weight_version is None else _checked_version(weight_version)
+
+        def finish() -> int | str:
+            runner = self._open_runner()
+            if runner.weights.gathered is None:
+                raise RuntimeError("no update has begun: call start_weight_update() first")
+            self._check_awake("weights")
+            version = self._next_version(self._named_version if wanted is None else wanted)
+            if runner.weights.gathered.waiting:
+                self._write(runner, runner.weights.gathered.waiting)
+            runner.weights.gathered, self._core.book.weight_version = None, version
+            self._core.release("update")
+            return version
+
+        return self._core.call(finish)
+
     def _next_version(self, wanted: int | str | None) -> int | str:
         if wanted is not None:
-            return _checked_version(wanted)
+            return wanted
         last = self._core.book.weight_version
         if isinstance(last, str):
             raise ValueError(f"weight_version is None but the last one is {last!r}: give the next one")

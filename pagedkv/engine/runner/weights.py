@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedkv import Tensor, ops
 from pagedkv.models.places import Places
-from pagedkv.models.update import Packed, plan_update, read_files, unpacked
+from pagedkv.models.update import Gathered, Packed, plan_update, read_files, unpacked
 from pagedkv.models.upload import Upload
 
 
@@ -19,6 +19,7 @@ class RunnerWeights:
         self._places, self._device, self._stream = places, device, stream
         self._kept: Tensor | None = None  # their bytes, on the host
         self._are_here = True
+        self.gathered: Gathered | None = None  # of an update in several calls, on the first rank
 
     @property
     def num_missing(self) -> int:
@@ -57,6 +58,12 @@ class RunnerWeights:
                 upload.copy(memory.content, self._kept)
             self._kept = None
         return True
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of an update in several calls: those that can be written now."""
+        assert self.gathered is not None, "it has begun"
+        with self._stream:
+            return self.gathered.add(self._places, tensors)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises where update() would."""

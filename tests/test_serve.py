@@ -276,7 +276,7 @@ def test_the_page_names_every_field_and_option():
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 23 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 24 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures

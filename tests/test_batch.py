@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, capsys):
         counts.append(out.read_bytes().count(b"\n"))
         assert counts[-1] < len(prompts), "it was too fast for the test"
         with open(out, "ab") as file:
-            file.write(b'{"id": "batch_req_1", "custom_id": "5')
+            file.write(b'{"id":"batch_req_1","custom_id":"5')
     code, said = run(capsys, requests, "-o", out)
     assert code == 0 and said == f"pagedkv batch: {len(prompts) - counts[-1]} answered, 0 refused or failed, {counts[-1]} were there"
     found = read(out)
@@ -92,7 +93,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("rows", "text"), [
-    (["{"], "in:1: no JSON"), (["[]"], "in:1: no JSON object"), ([line("a"), {"url": "/v1/completions", "body": {}}], "in:2: custom_id is None"),
+    (["{"], "in:1: no JSON"), ([line("a", prompt="\ud800")], "in:1: no JSON"), ([json.dumps(line("a", top_p=9)).replace("9", "NaN")], "in:1: no JSON"), (["[]"], "in:1: no JSON object"), ([line("a"), {"url": "/v1/completions", "body": {}}], "in:2: custom_id is None"),
     ([line("a"), "", line("a")], "in:3: custom_id is 'a', as in a line before"), ([line("a", "/v1/files")], "in:1: POST /v1/files is not served"),
     ([line("a") | {"method": "GET"}], "GET /v1/completions is not served"), ([line("a") | {"body": None}], "body is missing"), ([line("a", stream=True)], "stream is true"),
 ], ids=str)  # fmt: skip
@@ -114,13 +115,18 @@ def test_the_model_that_the_requests_name(tmp_path, capsys):
 
 def test_files_of_answers_that_are_others(tmp_path):
     requests = RequestFile(write(tmp_path / "in", [line("a"), line("b")]))
-    for rows, text in ((["{}\n"], "custom_id is None, which is none"), (['{"custom_id": "c"}\n'], "custom_id is 'c', which is none"),
-                       (['{"custom_id": "a"}\n', '{"custom_id": "a"}\n'], "out:2: custom_id is 'a', as in"), (["x\n", '{"custom_id": "a"}\n'], "out:1: no JSON")):
+    a = '{"id":"batch_req_1","custom_id":"a"}\n'
+    c = a.replace('"a"', '"c"')
+    for rows, text in (([a, '{"id":"batch_req_1"}\n'], "out:2: custom_id is None, which is none"), ([c], "custom_id is 'c', which is none"),
+                       ([a, a], "out:2: custom_id is 'a', as in"), (['{"id":"batch_req_1\n', a], "out:1: no JSON"), ([a, "my notes"], "out:2: no answer of a batch"),
+                       ([(tmp_path / "in").read_text()], "out:1: no answer of a batch"), ([json.dumps(line("a"))], "out:1: no answer of a batch")):
         content = "".join(rows)
         (tmp_path / "out").write_text(content)
         with pytest.raises(ValueError, match=text):
             AnswerFile(tmp_path / "out", requests.ids)
         assert (tmp_path / "out").read_text() == content
+    with pytest.raises(ValueError, match="/dev/full: no file that answers can be kept in"):
+        AnswerFile(Path("/dev/full"), requests.ids)
     (tmp_path / "out").unlink()
     answers = AnswerFile(tmp_path / "out", requests.ids)
     with pytest.raises(ValueError, match="another process writes it"):

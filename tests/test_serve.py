@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import re
 import shutil
@@ -106,6 +107,44 @@ def test_prompts_in_every_form(llm, http):
     assert [each["index"] for each in several] == [0, 1, 2, 3]
     alone = post(http, COMPLETIONS, prompt="2+2=", n=2, temperature=1, seed=5)["choices"]
     assert [each["text"] for each in several[2:]] == [each["text"] for each in alone]
+
+
+def test_text_offsets_of_split_characters(tmp_path):
+    """A token begins where the text ends that the tokens before it make: at a character's first place for each of its
+    bytes, and special tokens take no place."""
+    from tokenizers import Tokenizer, decoders, models
+
+    names = [*map(chr, range(33, 127)), *map(chr, (0xE4, 0xBD, 0x142, 0xC3, 0xA9)), "<end>"]
+    library = Tokenizer(models.BPE({name: i for i, name in enumerate(names[:-1])}, []))
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<end>"])
+    folder = write_model(tmp_path, vocab_size=len(names))
+    library.save(str(folder / "tokenizer.json"))
+    allowed = [names.index(each) for each in ("a", *names[94:])]
+    with LLM(folder, **ENGINE) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        for skips, hides in ((None, True), (False, False)):
+            body = {"prompt": [1], "max_tokens": 60, "temperature": 2, "seed": 1, "allowed_token_ids": allowed, "logprobs": 0}
+            body |= {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": skips}
+            whole = post(http, COMPLETIONS, **body)["choices"][0]
+            (part,) = streamed(http.post(COMPLETIONS, json=body | {"stream": True})).values()
+            offsets = whole["logprobs"]["text_offset"]
+            assert offsets == [each for some in part["logprobs"] for each in some["text_offset"]]
+            decoder, expected = codecs.getincrementaldecoder("utf-8")("replace"), [0]
+            for token in whole["token_ids"]:
+                name = names[token]
+                of_token = b"<end>" * (not hides) if name == "<end>" else {"a": b"a", "\u0142": b"\xa0"}.get(name) or name.encode("latin1")
+                expected.append(expected[-1] + len(decoder.decode(of_token)))
+            assert offsets == expected[:-1] and len(set(offsets)) < len(offsets)
+            assert expected[-1] + len(decoder.decode(b"", final=True)) == len(whole["text"])
+
+
+def test_logprobs_without_texts(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    with LLM(folder, **ENGINE) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        found = post(http, COMPLETIONS, prompt=[1], max_tokens=2, logprobs=0, return_token_ids=True)["choices"][0]
+    assert found["logprobs"]["tokens"] == [f"token_id:{i}" for i in found["token_ids"]]
+    assert found["logprobs"]["text_offset"] == [0, 0]
 
 
 def test_logprobs(llm, http):
@@ -237,7 +276,7 @@ def test_the_page_names_every_field_and_option():
     assert [name for name in sorted(known) if f"`{name}`" not in text] == []
     actions = command_line.parse(["serve", "MODEL"])
     own = set(vars(actions)) - {"command", "model", "run"}
-    assert len(own) == 23 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
+    assert len(own) == 24 and [name for name in own if f"`--{name.replace('_', '-')}" not in text] == []
 
 
 # --- figures

@@ -158,10 +158,25 @@ def test_new_weights(http, other):
     assert told(http.get("/weight_version")) == {"weight_version": "x"}
 
 
+def test_new_weights_in_parts(http):
+    """By vLLM's three calls. An answer waits for the last one."""
+    parts = [safetensors_bytes({name: ops.asarray(tensor, "float32").numpy()}) for name, tensor in read_files(DEMO).items()]
+    assert told(http.post("/start_weight_update", json={"is_checkpoint_format": True})) == {"status": "started"}
+    for part in parts:
+        told(http.post("/update_weights", content=part, headers={"content-type": "application/octet-stream"}))
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(COMPLETIONS, json=SUM, timeout=0.2)
+    assert told(http.post("/finish_weight_update", params={"weight_version": 5})) == {"weight_version": 5}
+    assert answer(http) == RIGHT and version_of(http) == 5
+    told(http.post("/finish_weight_update"), 409)
+
+
 BAD = [
     ("/sleep", {"level": 3}, "level is 3 but must be 1 or 2"), ("/sleep", {"level": "deep"}, "level is 'deep' but must be an integer"),
     ("/sleep", {"levl": 1}, "levl is no option of this path; it has level, mode"), ("/pause", {"mode": "now"}, "mode is 'now' but"),
     ("/pause", {"mode": 3}, "mode is 3 but must be a text"),
+    ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format is False but must be true"),
+    ("/finish_weight_update", {"version": 1}, "version is no option of this path; it has weight_version"),
     ("/wake_up", {"tags": ["all"]}, "tags is ['all'] but must be None or a list of weights and kv_cache"),
     ("/wake_up", {"tags": 1}, "tags is 1 but must be a list"), ("/update_weights", {}, "tensors or broadcast must be given"),
     ("/update_weights", {"path": 3}, "path is 3 but must be a text"), ("/update_weights", {"path": "/nowhere"}, "No such file"),

@@ -12,6 +12,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
+import tool_models
 from served import DEMO, ENGINE, TEMPLATE, post, serving
 from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PLAIN, SAID, TOOLS, saying, write_tool_model
 
@@ -80,6 +81,29 @@ def test_the_client_of_anthropic(folder):
         assert client.messages.count_tokens(model="demo", messages=HI, tools=CUSTOM).input_tokens == message.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError, match="there is no model"):
             client.messages.create(**options | {"model": "other"})
+
+
+def test_comments_of_a_silent_stream(folder):
+    """No client shows them."""
+    anthropic, openai = pytest.importorskip("anthropic"), pytest.importorskip("openai")
+    client = tool_models.ScriptedClient(lambda params, index: "It is sunny.")
+    once = client.generate
+
+    async def slowly(*args, **options):
+        async for output in once(*args, **options):
+            await asyncio.sleep(0.05)
+            yield output
+
+    client.generate = slowly
+    with serving(client, tool_models.model_of(folder), keep_alive=0.02) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as own:
+        with own.chat.completions.stream(model="demo", messages=HI) as stream:
+            assert stream.get_final_completion().choices[0].message.content == "It is sunny."
+        with own.responses.stream(model="demo", input="Hi") as stream:
+            assert stream.get_final_response().output_text == "It is sunny."
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other, other.messages.stream(model="demo", messages=HI, max_tokens=9) as stream:
+            assert "".join(stream.text_stream) == "It is sunny."
+        text = httpx.post(f"{url}/v1/messages", json={"messages": HI, "max_tokens": 9, "stream": True}).text
+        assert text.startswith(": keep-alive\n\n")
 
 
 @pytest.mark.parametrize("api", ["responses", "chat"])

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,6 +202,54 @@ def test_nonsense_is_refused_or_answered(llm, seed):
 
 
 # --- the end
+
+
+def test_a_silent_stream_gets_comments():
+    """Before the first token and between two; whole answers and streams that go on have none."""
+    for seconds, is_stream in ((0.2, True), (0.2, False), (0.001, True)):
+        with serving(CountingClient(seconds), model_of(), keep_alive=0.05) as (url, _):
+            body, start = {"prompt": "1", "max_tokens": 3, "stream": is_stream}, time.monotonic()
+            with httpx.stream("POST", url + COMPLETIONS, json=body, timeout=20) as response:
+                parts = [(time.monotonic() - start, part) for part in response.iter_bytes()]
+            events = b"".join(part for _, part in parts).decode().split("\n\n")
+            comments = [event for event in events if event.startswith(":")]
+            assert set(comments) <= {": keep-alive"} and bool(comments) == (is_stream and seconds == 0.2)
+            if comments:
+                assert 5 <= len(comments) < 13 and events[0] == ": keep-alive" and parts[0][0] < 0.15
+                assert len(events_of("\n\n".join(event for event in events if event not in comments))) == 3
+
+
+def test_an_error_after_a_comment_is_an_event():
+    class Failing(CountingClient):
+        async def generate(self, *args, **options):
+            await asyncio.sleep(0.2)
+            raise ValueError("prompt: it is not to be")
+            yield
+
+    with serving(Failing(), model_of(), keep_alive=0.05) as (url, _):
+        response = httpx.post(url + COMPLETIONS, json={"prompt": "1", "stream": True})
+        events = [event for event in response.text.split("\n\n") if event]
+        assert response.status_code == 200 and set(events[:-2]) == {": keep-alive"} and events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "prompt: it is not to be"
+        assert httpx.post(url + COMPLETIONS, json={"prompt": "1"}).status_code == 400
+
+
+@pytest.mark.parametrize("head", ["", "connection: keep-alive\r\n"])
+def test_http_1_0(head):
+    """No chunks: a stream ends with the connection."""
+    with serving(CountingClient(), model_of()) as (url, _):
+        for stream in (False, True):
+            body = json.dumps({"prompt": "1", "max_tokens": 5, "stream": stream}).encode()
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(f"POST {COMPLETIONS} HTTP/1.0\r\n{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            start, _, content = answer.partition(b"\r\n\r\n")
+            assert b"200" in start and b"chunked" not in start.lower() and b"connection: close" in start.lower()
+            if stream:
+                assert "".join(event["choices"][0]["text"] for event in events_of(content.decode())) == "01234"
+            else:
+                assert json.loads(content)["choices"][0]["text"] == "01234"
 
 
 def test_an_engine_that_has_ended():

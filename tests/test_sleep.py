@@ -325,6 +325,25 @@ def test_memory_is_given_back(tmp_path):
         assert awake - after_one > 2 and after_one - after_two > 5, (awake, after_one, after_two)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_memory_of_a_draft_model(tmp_path, folder, level):  # noqa: F811
+    """Its pool is given back, too; its weights come back by themselves."""
+    draft = write_model(tmp_path, num_hidden_layers=1)
+    with engine(folder, ("cpu", 0), speculative_config={"method": "draft_model", "model": str(draft)}) as llm:
+        alone, caches = tokens(llm, LONG), llm._runner.draft.caches
+        used = sum(each.size for each in caches._buffers)
+        start(llm, "a", "b")
+        llm.sleep(level, "keep")
+        assert used and not sum(each.size for each in caches._buffers)
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.update_weights(folder)
+        llm.wake_up()
+        assert used == sum(each.size for each in caches._buffers)
+        assert {name: ids for name, (_, ids) in ends(llm).items()} == {"a": alone[0], "b": alone[1]}
+        assert tokens(llm, LONG) == alone and llm.stats().counters.num_drafts
+
+
 def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):  # noqa: F811
     """What could not be taken stays asleep; it may be asked for again."""
     expected = tokens(cpu_llm)

@@ -18,7 +18,7 @@ from rank_engine import SIZES
 from served import serving
 
 from pagedkv import LLM, AsyncEngine, SamplingParams, ops
-from pagedkv.engine import BroadcastTensor, WeightGroup, control
+from pagedkv.engine import BroadcastTensor, WeightGroup, weight_updates
 from pagedkv.models import nccl
 
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 80, "max_num_seqs": 8, "seed": 0}
@@ -46,7 +46,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def fake(library, monkeypatch):
     monkeypatch.setenv("PAGEDKV_NCCL", str(library))
-    monkeypatch.setattr(control, "GROUP_DEVICES", ("cpu",))
+    monkeypatch.setattr(weight_updates, "GROUP_DEVICES", ("cpu",))
     nccl._library.cache_clear()
     yield monkeypatch
     nccl._library.cache_clear()
@@ -199,7 +199,7 @@ def test_a_library_that_is_none(fake, tmp_path):
     with LLM(folder, **OPTIONS) as llm:
         with pytest.raises(RuntimeError, match="rank 0: ImportError: a group of weights needs NCCL"):
             llm.init_weights_update_group(bytes(128), 2)
-        fake.setattr(control, "GROUP_DEVICES", ("cuda",))
+        fake.setattr(weight_updates, "GROUP_DEVICES", ("cuda",))
         with pytest.raises(ValueError, match="device is 'cpu', but NCCL is for GPUs"):
             llm.init_weights_update_group(bytes(128), 2)
         assert tokens(llm)

@@ -191,7 +191,8 @@ def test_tied_embeddings(tmp_path):
             with pytest.raises(ValueError, match="'lm_head.weight' is not 'model.embed_tokens.weight', given with it"):
                 llm.update_weights(weights | {"lm_head.weight": head})
         with pytest.raises(ValueError, match="'lm_head.weight' is not"):
-            llm.update_weights({"lm_head.weight": table})
+            llm.update_weights({"lm_head.weight": table * 2})
+        llm.update_weights({"lm_head.weight": table})  # it is there
         assert tokens(llm) == after
 
 
@@ -204,6 +205,92 @@ def test_beside_adapters(tmp_path, folders, weights):
         tokens(llm, lora_request=lora)
         llm.update_weights(weights)
         assert (tokens(llm), tokens(llm, lora_request=lora)) == expected and expected[0] != expected[1]
+
+
+# --- in several calls
+
+
+@pytest.mark.parametrize("case", ["tied", "qwen3_moe", "fp8", "ranks"])
+@pytest.mark.parametrize("order", ["as they are", "at random"])
+def test_one_tensor_at_a_time(tmp_path, case, order):
+    """As trainers send them, who change their buffer after each call. Few wait for others. A request that is there goes
+    on afterwards."""
+    family, config, options = CASES[case]
+    old, new = (write_model(tmp_path / str(seed), family, seed=seed, **config) for seed in (0, 1))
+    names = list(given := random_weights(tiny_config(family, **config), 1))
+    if order == "at random":
+        np.random.default_rng(5).shuffle(names)
+    alone = {name: value for name, value in options.items() if name != "tensor_parallel_size"}
+    after = tokens_of(new, **alone)
+    with LLM(old, **OPTIONS | options) as llm:
+        for is_asleep in (False, True):
+            if is_asleep:
+                llm.sleep(2)
+                with pytest.raises(RuntimeError, match="asleep: call wake_up"):
+                    llm.start_weight_update()
+                llm.wake_up(["weights"])
+            version, most = llm.get_weight_version(), 0
+            llm.start_weight_update()
+            llm.add_request(PROMPTS[0], GREEDY, "a")
+            assert llm.explain("a") == f"waits: the engine {'is asleep and ' * is_asleep}is taking new weights"
+            for name in names:
+                buffer = given[name].copy()
+                assert llm.update_weights([(name, buffer)]) == version
+                buffer[:] = 99
+                most = max(most, len(llm._runner.weights.gathered.waiting))
+            llm.wake_up()
+            assert llm.finish_weight_update() == version + 1
+            assert order == "at random" or most < len(names) / 4
+            assert [output.token_ids for output in iter_to_end(llm)] == after[:1]
+            assert tokens(llm) == after
+
+
+def iter_to_end(llm):
+    while llm.has_unfinished_requests():
+        yield from (output for output in llm.step() if output.finished)
+
+
+def test_an_update_that_is_not_complete(folders, weights):
+    """It says what is missing, and may be given it; or it begins again; a norm that is as before may be left out."""
+    norm, product = f"{LAYER}.input_layernorm.weight", f"{LAYER}.self_attn.q_proj.weight"
+    same = random_weights(tiny_config(), 0)
+    with LLM(folders[0], **OPTIONS) as llm:
+        before = tokens(llm)
+        with pytest.raises(RuntimeError, match="no update has begun: call start_weight_update"):
+            llm.finish_weight_update()
+        llm.start_weight_update()
+        for name in (norm, product):
+            llm.update_weights({name: weights[name]}, weight_version="a")
+        for wrong, kind, message in [WRONG[name] for name in WRONG if name != "two names"]:
+            with pytest.raises(kind, match=message):
+                llm.update_weights(wrong)
+        with pytest.raises(ValueError, match=r"is multiplied into '.*k_proj.weight', '.*v_proj.weight': give all of them in one"):
+            llm.finish_weight_update()
+        with pytest.raises(TypeError, match="weight_version is 1.5"):
+            llm.finish_weight_update(1.5)
+        assert llm.get_weight_version() == 0 and not llm.is_sleeping() and not llm.is_paused()
+        llm.start_weight_update()
+        assert llm.finish_weight_update() == 1 and tokens(llm) == before
+        llm.start_weight_update()
+        for name in (product, norm):
+            llm.update_weights({name: same[name]})
+        assert llm.finish_weight_update("b") == "b" and tokens(llm) == before
+        llm.start_weight_update()
+        for name, array in weights.items():
+            llm.update_weights({name: array}, weight_version="c")
+        assert llm.finish_weight_update() == "c" and tokens(llm) == tokens_of(folders[1])
+
+
+def test_each_update_has_its_own_version(folders):
+    """Of two threads, too."""
+    found: list[int | str] = []
+    with LLM(folders[0], **OPTIONS) as llm:
+        threads = [threading.Thread(target=lambda: [found.append(llm.update_weights(each)) for each in folders * 5]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == list(range(1, 21))
 
 
 # --- what is wrong

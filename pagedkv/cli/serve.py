@@ -59,6 +59,8 @@ def add(commands: Commands) -> None:
     where.add_argument("--max-waiting", metavar="N", type=int, help=help)
     help = "seconds of a step after which /health says 503: the engine is stuck (default: %(default)s)"
     where.add_argument("--stuck-after", metavar="N", type=float, default=120.0, help=help)
+    help = "seconds of silence after which a stream gets a comment, 0: never (default: %(default)s)"
+    where.add_argument("--sse-keep-alive-interval", metavar="N", type=float, default=15.0, help=help)
     where.add_argument("--no-page", action="store_true", help="nothing at /: no page that shows what the engine does")
     help = "paths for training loops: /sleep, /wake_up, /pause, /resume, /update_weights, ...; any client may use them"
     where.add_argument("--enable-admin", action="store_true", help=help)
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-waiting is {args.max_waiting} but must be at least 0")
     if not args.stuck_after > 0:
         raise ValueError(f"--stuck-after is {args.stuck_after} but must be above 0")
+    if not args.sse_keep_alive_interval >= 0:
+        raise ValueError(f"--sse-keep-alive-interval is {args.sse_keep_alive_interval} but must be at least 0")
     names = args.served_model_name or [args.model]
     options, template, adapters = serving_options(args, names)
     need("pagedkv serve", "serve", *PACKAGES)
@@ -97,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         limits={
             "max_body_size": args.max_body_size, "max_answers": args.max_answers,
             "max_waiting": args.max_waiting, "stuck_after": args.stuck_after,
+            "keep_alive": args.sse_keep_alive_interval,
         },
         app={
             "api_keys": keys, "origins": args.allowed_origin, "access_log": args.access_log,

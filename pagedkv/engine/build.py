@@ -91,7 +91,7 @@ def build(
         adapters = None if lora is None else _adapter_store(spec, runner.model, lora, dtype)
         logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
         memory.count("weights and buffers")
-        draft = None if draft_plan is None else draft_plan.make()[0]
+        draft = runner.draft = None if draft_plan is None else draft_plan.make()[0]
         if draft is not None:
             memory.count("draft model")
         if device != "cpu":
@@ -103,7 +103,7 @@ def build(
             memory.count("workspaces")
         if num_blocks is None:
             share = options.gpu_memory_utilization
-            affordable = runner.on_all("affordable_blocks", share, *([] if draft is None else [draft]))
+            affordable = runner.on_all("affordable_blocks", share)
             num_blocks = checked_blocks(min(affordable), share, bytes_per_page)
         manager = BlockManager(
             num_blocks,

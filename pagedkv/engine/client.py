@@ -46,6 +46,15 @@ class ControlClient(Protocol):
         found: bool = await self.control("is_sleeping")
         return found
 
+    async def start_weight_update(self) -> None:
+        """See Engine.start_weight_update()."""
+        await self.control("start_weight_update")
+
+    async def finish_weight_update(self, weight_version: int | str | None = None) -> int | str:
+        """See Engine.finish_weight_update()."""
+        version: int | str = await self.control("finish_weight_update", weight_version)
+        return version
+
     async def update_weights(self, tensors: Any, *, weight_version: int | str | None = None) -> int | str:
         """See Engine.update_weights(). A client of another process takes the path of a folder or a file."""
         version: int | str = await self.control("update_weights", tensors, weight_version=weight_version)

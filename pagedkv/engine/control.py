@@ -1,27 +1,22 @@
-"""What training loops ask of an engine besides answers: to pause, to give its memory back, and to take new weights."""
+"""What training loops ask of an engine besides answers: to pause, to give its memory back, and to take new weights
+(weight_updates.py)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, get_args
 
-from pagedkv import BlockManager
-from pagedkv.models.nccl import BroadcastTensor, check_member
-from pagedkv.models.update import packed, read_files, read_tensors
-
-from .core import EngineCore
 from .holds import PauseMode
-from .runner.model_runner import ModelRunner
+from .weight_updates import WeightUpdates
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
-GROUP_DEVICES = ("cuda",)  # of which NCCL makes groups
 # Those methods of Control that a client in another process may call.
 CALLS = (
-    "sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "update_weights", "get_weight_version",
-    "update_weight_version", "reset_prefix_cache", "init_weights_update_group", "destroy_weights_update_group",
+    "sleep", "wake_up", "is_sleeping", "pause", "resume", "is_paused", "start_weight_update", "update_weights",
+    "finish_weight_update", "get_weight_version", "update_weight_version", "reset_prefix_cache",
+    "init_weights_update_group", "destroy_weights_update_group",
 )  # fmt: skip
 
 
@@ -33,16 +28,8 @@ def control_of(engine: Control, name: str) -> Callable[..., Any]:
     return method
 
 
-class Control:
+class Control(WeightUpdates):
     """That part of Engine."""
-
-    _core: EngineCore
-    manager: BlockManager
-    _open_runner: Callable[[], ModelRunner]
-
-    def _start_control(self) -> None:
-        self._asleep: set[str] = set()  # tags of what has no memory; for the core's thread
-        self._has_other_weights = False  # than those of the folder
 
     # --- pauses
 
@@ -68,7 +55,7 @@ class Control:
         buffers of a step and adapters stay. The prefix cache is emptied. Requests that come meanwhile wait.
 
         level: 1: the weights are kept in memory of the host, whose own stay where they are; 2: they are dropped, and
-        update_weights() must bring all of them before anything is served again.
+        update_weights() must bring all of them before anything is served again. Those of a draft model are kept.
         mode: what becomes of requests that are there, as in pause(); those that are kept are computed again.
 
         MemoryError: the host has no room for the weights; then the engine goes on.
@@ -84,9 +71,12 @@ class Control:
         self._core.preempt_all()
         self.manager.reset_prefix_cache()
         try:
+            if runner.draft is not None:
+                runner.draft.weights.give_back(True)  # nobody would bring them again
             runner.on_all("weights.give_back", level == 1)
             self._asleep.add("weights")
-            runner.on_all("caches.resize", 0)
+            for each in runner.with_draft:
+                each.on_all("caches.resize", 0)
             self._asleep.add("kv_cache")
         finally:
             self._hold_if_asleep(runner)
@@ -107,159 +97,18 @@ class Control:
         runner = self._open_runner()
         try:
             for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
-                size = self.manager.num_blocks
-                call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
-                if not all(runner.on_all(*call)):
-                    raise MemoryError(f"tags: the device has too little memory for {tag!r}")
+                for each in runner.with_draft:
+                    size = each.manager.num_blocks
+                    call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
+                    if not all(each.on_all(*call)):
+                        raise MemoryError(f"tags: the device has too little memory for {tag!r}")
                 self._asleep.discard(tag)
         finally:
             self._hold_if_asleep(runner)
 
-    def is_sleeping(self) -> bool:
-        """Whether memory is given back, or weights are missing: nothing is served then."""
-        return "sleep" in self._core.holds
-
-    def _hold_if_asleep(self, runner: ModelRunner) -> None:
-        if self._asleep or runner.weights.num_missing:
-            self._core.add_hold("sleep")
-        elif self.is_sleeping():
-            self._core.release("sleep")
-
-    def _check_awake(self, tag: str) -> None:
-        if tag in self._asleep:
-            raise RuntimeError(f"the engine is asleep: call wake_up([{tag!r}]) first")
-
-    # --- weights
-
-    def update_weights(
-        self,
-        tensors: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
-        *,
-        weight_version: int | str | None = None,
-    ) -> int | str:
-        """Writes new weights in place of the model's, between two steps. Returns their version.
-
-        Requests on their way go on, with the keys and values that they have; the prefix cache is emptied, so that no
-        other request finds those. Graphs stay. All is checked before anything is written.
-
-        Args:
-            tensors: by the names of a checkpoint, as a mapping or as pairs: any that DLPack describes, on the CPU or a
-                GPU, in float32, float16 or bfloat16, or as the checkpoint's own quantised format has them. Some of the
-                model's or all. They may be changed after the call. Or IpcTensors, which another process has on a GPU;
-                or BroadcastTensors, all of them, which the first member of the group (init_weights_update_group) sends
-                in this order. Or the path of a model's folder, or of a safetensors file, that the engine's process
-                can read
-            weight_version: what outputs have as weight_version from now on; None: the number after the last one
-
-        What must be given together: the weights that a norm is multiplied into, with that norm where it changes; all
-        that a quantised product (such as q, k and v) is made of. Weights quantised at load are quantised again.
-
-        ValueError: a name that the model does not have, a shape, what is missing, or what is twice. TypeError: a dtype.
-        RuntimeError: the weights are asleep. After these nothing has changed. After any other error those that were to
-        be written are missing, and requests wait until they are given again.
-        """
-        is_path = isinstance(tensors, (str, os.PathLike))
-        given: Any = read_files(tensors) if is_path else read_tensors(tensors)  # type: ignore[arg-type]
-        is_sent = any(isinstance(each, BroadcastTensor) for each in given.values())
-        version = self._next_version(weight_version)
-
-        def update() -> int | str:
-            runner = self._open_runner()
-            self._check_awake("weights")
-            payload = given
-            if is_sent:
-                self._receive(runner, given)
-                payload = None
-            elif runner.team is not None:
-                runner.weights.check(given)  # before the other ranks are told
-                payload = os.path.abspath(os.fspath(tensors)) if is_path else packed(given)  # type: ignore[arg-type]
-            self._core.drain()
-            try:
-                self._has_other_weights = True
-                runner.on_all("weights.update", payload)
-            finally:
-                self.manager.reset_prefix_cache()
-                self._hold_if_asleep(runner)
-            self._core.book.weight_version = version
-            return version
-
-        return self._core.call(update)
-
-    @staticmethod
-    def _receive(runner: ModelRunner, sent: Mapping[str, BroadcastTensor]) -> None:
-        """On all ranks, and checks it before any of them writes."""
-        if not runner.weights.has_group:
-            raise RuntimeError("the engine is in no group that sends weights: call init_weights_update_group() first")
-        _raise_problems(runner.on_all("weights.try_to_receive", dict(sent)))
-        try:
-            runner.weights.check(None)
-        except BaseException:
-            runner.on_all("weights.drop_received")
-            raise
-
-    def init_weights_update_group(
-        self, unique_id: bytes, world_size: int, rank_offset: int = 1, *, timeout: float = 60.0
-    ) -> None:
-        """Makes the engine's ranks members of a group of NCCL, whose member 0 sends new weights: see update_weights().
-        An earlier group is left. No step is made until all members have come.
-
-        Args:
-            unique_id: of the group (models.nccl.unique_id(), ncclGetUniqueId): 128 bytes
-            world_size: how many members there are, those of all engines and the one that sends
-            rank_offset: of the engine's first rank among them; the others follow
-            timeout: seconds to wait for the others, now and in updates
-
-        RuntimeError: what a rank could not do, NCCL not being installed for example. After an error the engine is in no
-        group.
-        """
-        check_member(unique_id, world_size, rank_offset, timeout)
-
-        def join() -> None:
-            runner = self._open_runner()
-            if runner.device.partition(":")[0] not in GROUP_DEVICES:
-                raise ValueError(f"device is {runner.device!r}, but NCCL is for GPUs")
-            problems = runner.on_all("weights.try_to_join", unique_id, world_size, rank_offset, timeout)
-            if any(problems):
-                runner.on_all("weights.leave")
-            _raise_problems(problems)
-
-        self._core.call(join)
-
-    def destroy_weights_update_group(self) -> None:
-        """Leaves that group, if it is in one."""
-        self._core.call(lambda: self._open_runner().on_all("weights.leave"))
-
-    def _next_version(self, wanted: int | str | None) -> int | str:
-        if wanted is not None:
-            return _checked_version(wanted)
-        last = self._core.book.weight_version
-        if isinstance(last, str):
-            raise ValueError(f"weight_version is None but the last one is {last!r}: give the next one")
-        return last + 1
-
-    def get_weight_version(self) -> int | str:
-        """That of the weights of the next step; at the start 0."""
-        return self._core.book.weight_version
-
-    def update_weight_version(self, weight_version: int | str) -> None:
-        """Names the weights anew, between two steps."""
-        version = _checked_version(weight_version)
-        self._core.call(partial(setattr, self._core.book, "weight_version", version))
-
     def reset_prefix_cache(self) -> int:
         """Forgets all cached pages between two steps; returns how many. Nobody finds those of requests on their way."""
         return self._core.call(self.manager.reset_prefix_cache)
-
-    def _refuse_other_weights(self) -> None:
-        if self._has_other_weights:
-            raise ValueError("update_weights() has changed the weights, but a saved cache is of those in the folder")
-
-
-def _raise_problems(problems: list[str | None]) -> None:
-    """Of the ranks."""
-    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
-    if found:
-        raise RuntimeError("; ".join(found))
 
 
 def _checked_mode(mode: Any) -> PauseMode:
@@ -267,9 +116,3 @@ def _checked_mode(mode: Any) -> PauseMode:
         raise ValueError(f"mode is {mode!r} but must be {', '.join(map(repr, get_args(PauseMode)))}")
     checked: PauseMode = mode
     return checked
-
-
-def _checked_version(version: Any) -> int | str:
-    if isinstance(version, bool) or not isinstance(version, (int, str)):
-        raise TypeError(f"weight_version is {version!r} but must be an int or a str")
-    return version

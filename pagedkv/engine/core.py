@@ -185,7 +185,7 @@ class EngineCore(Holds):
     def preempt_all(self) -> None:
         """After drain(): no sequence has pages, and all begin again once steps are made."""
         assert self.runner is not None, "it is not closed"
-        self.runner.forget()
+        self._forget(self.runner)
         self._pipeline = self._new_pipeline(self.runner)
         self.book.preempt_all()
 
@@ -276,14 +276,17 @@ class EngineCore(Holds):
     def _restart(self) -> None:
         """Forgets the steps on their way, and queues the requests that may run: all, or those of the fault search."""
         if self.runner is not None:
-            self.runner.forget()
-            if self._guesser is not None:
-                self._guesser.forget()
+            self._forget(self.runner)
             self._pipeline = self._new_pipeline(self.runner)
             group = None if self._faults is None else self._faults.next_group()
             if group is None:
                 self._faults = None
             self.book.restart(group)
+
+    def _forget(self, runner: ModelRunner) -> None:
+        runner.forget()
+        if self._guesser is not None:
+            self._guesser.forget()
 
     def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
         return Pipeline(runner, self.scheduler, self.counters, self.book.process_step, self._guesser)

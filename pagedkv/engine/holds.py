@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from .requests.book import RequestBook
 
 PauseMode = Literal["keep", "wait", "abort"]
-OBSTACLES = {"pause": "paused", "sleep": "asleep"}  # by reasons to hold
+OBSTACLES = {"pause": "paused", "sleep": "asleep", "update": "taking new weights"}  # by reasons to hold
 
 
 class Wait(NamedTuple):

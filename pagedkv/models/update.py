@@ -27,6 +27,7 @@ from .upload import Upload
 from .weights import ROTARY, entries_of
 
 MOST_NAMED = 3  # in a message
+TOGETHER = "give all of them in one call, or between start_weight_update() and finish_weight_update()"
 
 
 class Given:
@@ -131,21 +132,19 @@ def plan_update(places: Places, tensors: Mapping[str, Tensor]) -> dict[Place, Ca
         absent = [name for name in place.names if name not in named]
         if absent:
             given = next(name for name in place.names if name in named)
-            raise ValueError(f"tensor {given!r} is written together with {_list(absent)}: give all of them in one call")
+            raise ValueError(f"tensor {given!r} is written together with {_list(absent)}: {TOGETHER}")
     plan = {place: place.check(source) for place in touched}
     for norm in [place for place in plan if place.factor_of]:
         absent = [name for place in norm.factor_of if place not in plan for name in place.names]
-        if absent and norm not in places.missing and _is_same(named[norm.names[0]], norm.memory):
+        if absent and norm not in places.missing and _is_there(named[norm.names[0]], norm):
             del plan[norm]
         elif absent:
-            raise ValueError(
-                f"tensor {norm.names[0]!r} is multiplied into {_list(absent)}: give all of them in one call"
-            )
+            raise ValueError(f"tensor {norm.names[0]!r} is multiplied into {_list(absent)}: {TOGETHER}")
     for place in plan:
         if place.norm in places.missing and place.norm not in plan:
             raise ValueError(
                 f"tensor {place.names[0]!r} is to be multiplied by {place.norm.names[0]!r}, which is missing since the "
-                "weights were dropped: give both in one call"
+                f"weights were dropped: {TOGETHER}"
             )
     return dict(sorted(plan.items(), key=lambda item: not item[0].factor_of))  # norms first
 
@@ -170,8 +169,13 @@ def _named(places: Places, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hint = f" (the nearest is {near[0]!r})" if near else ""
         raise ValueError(f"{_list(unknown)}: the model has no such tensor{hint}")
     for name, original in places.copies.items():
-        if name in tensors and not (original in named and _is_same(tensors[name], named[original])):
-            raise ValueError(f"tensor {name!r} is not {original!r}, given with it, but the model's are one (tied)")
+        if name not in tensors:
+            continue
+        place = places.by_name[original]
+        is_there = place not in places.missing and _is_there(tensors[name], place)
+        if not (_is_same(tensors[name], named[original]) if original in named else is_there):
+            message = "given with it or before, but the model's are one (tied)"
+            raise ValueError(f"tensor {name!r} is not {original!r}, {message}")
     return named
 
 
@@ -197,6 +201,43 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return True
     here, there = (ops.asarray(on_host(each), "float32").numpy() for each in (one, other))
     return np.array_equal(here, there)
+
+
+def _is_there(given: Tensor, place: Place) -> bool:
+    """Whether it would be written as what is there."""
+    if not isinstance(place, Rows) or tuple(given.shape) != tuple(map(whole, place.shape)):
+        return False
+    return _is_same(ops.asarray(narrowed(on_host(given), place.shape), place.memory.dtype), place.memory)
+
+
+class Gathered:
+    """An update in several calls. Tensors wait, as copies, until all are there that are written together."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Tensor] = {}  # by the names of the places
+
+    def add(self, places: Places, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns those that can be written now. Raises as plan_update(), and nothing has changed then."""
+        named = _named(places, tensors)
+        known, ready = self.waiting | named, dict[str, Tensor]()
+        for place in dict.fromkeys(places.by_name[name] for name in named):
+            norm = place if place.factor_of else place.norm
+            together = [place] if norm is None else [norm, *norm.factor_of]
+            if all(name in known for each in together for name in each.names):
+                ready |= {name: known[name] for each in together for name in each.names}
+            elif all(name in known for name in place.names):
+                place.check(Given(known, places.dtype))
+        if ready:
+            plan_update(places, ready)
+        kept = {name: _copied(tensor) for name, tensor in named.items() if name not in ready}
+        self.waiting = {name: tensor for name, tensor in (self.waiting | kept).items() if name not in ready}
+        return ready
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = ops.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+    ops.synchronize(tensor.device)
+    return copy
 
 
 def _list(names: list[str]) -> str:

@@ -100,6 +100,17 @@ async def update_weights(server: Server, request: Request) -> Response:
     return json_response({"weight_version": version})
 
 
+async def start_weight_update(server: Server, request: Request) -> Response:
+    await _options(server, request, {"is_checkpoint_format": _is_checkpoint})
+    await _control(server, "start_weight_update")
+    return json_response({"status": "started"})
+
+
+async def finish_weight_update(server: Server, request: Request) -> Response:
+    options = await _options(server, request, {"weight_version": _version})
+    return json_response({"weight_version": await _control(server, "finish_weight_update", **options)})
+
+
 async def _update_by_body(server: Server, request: Request) -> Any:
     """However large it is: it is as large as the model."""
     options = _checked(dict(request.query_params), {"weight_version": _version})
@@ -211,6 +222,12 @@ def _seconds(value: Any) -> float:
     return value
 
 
+def _is_checkpoint(value: Any) -> bool:
+    if value is not True and value not in ("true", "True", "1"):
+        raise ValueError("must be true: tensors are those of a checkpoint")
+    return True
+
+
 async def _control(server: Server, name: str, *args: Any, **options: Any) -> Any:
     try:
         return await server.client.control(name, *args, **options)
@@ -228,5 +245,6 @@ ROUTES = (
     ("POST", "/reset_prefix_cache", reset_prefix_cache), ("POST", "/update_weights", update_weights),
     ("POST", "/init_weights_update_group", init_weights_update_group),
     ("POST", "/destroy_weights_update_group", destroy_weights_update_group),
+    ("POST", "/start_weight_update", start_weight_update), ("POST", "/finish_weight_update", finish_weight_update),
     ("GET", "/weight_version", get_weight_version), ("POST", "/update_weight_version", update_weight_version),
 )  # fmt: skip

@@ -7,9 +7,11 @@ written again. So each request is answered once.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import fcntl
 import json
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import msgspec
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 ENDED = 503  # of a server that serves nothing any more
+START = b'{"id":"batch_req_'  # of an answer's line
 
 
 @dataclass
@@ -67,6 +70,8 @@ class AnswerFile:
         self.path, self.done = path, set[str]()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise ValueError(f"{path}: no file that answers can be kept in")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(known)
         except BlockingIOError:
@@ -80,9 +85,11 @@ class AnswerFile:
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
+                where = f"{self.path}:{number}"
+                if not line.startswith(START[: len(line)]):  # whoever wrote it wants to keep it
+                    raise ValueError(f"{where}: no answer of a batch")
                 if not line.endswith(b"\n"):  # cut by a kill
                     break
-                where = f"{self.path}:{number}"
                 custom_id = _object(where, line).get("custom_id")
                 if custom_id not in known:
                     raise ValueError(f"{where}: custom_id is {custom_id!r}, which is none of the requests")
@@ -171,8 +178,8 @@ async def call(app: Any, path: str, body: bytes) -> tuple[int, Any]:
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: no JSON object")

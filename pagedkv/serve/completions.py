@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from pagedkv.engine.text.detokenizer import Detokenizer
+
 from .answers import Answers, Piece
 from .logprobs import top_of
 from .schema import CompletionRequest, params_of, prompts_of
@@ -32,7 +34,8 @@ class CompletionForm(Form):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._offsets: dict[int, int] = {}  # by answer: characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # by answer: characters of its text so far
+        self._texts: dict[int, Detokenizer] = {}  # by answer
 
     def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:
         is_first = piece.index not in self._offsets
@@ -48,6 +51,7 @@ class CompletionForm(Form):
         offset = self._offsets.setdefault(piece.index, 0)
         if not piece.logprobs:
             return None
+        grown = self._grown_text(piece.index)
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, of_ids in zip(piece.token_ids, piece.logprobs, strict=True):
             ranked = top_of(of_ids)
@@ -59,6 +63,16 @@ class CompletionForm(Form):
             found["token_logprobs"].append(dict(ranked)[token])
             found["top_logprobs"].append(top)
             found["text_offset"].append(offset)
-            offset += len(text)
+            if grown is not None:
+                grown.push(token)
+                offset += len(grown.text)
+                grown.mark_sent()
         self._offsets[piece.index] = offset
         return found
+
+    def _grown_text(self, index: int) -> Detokenizer | None:
+        """None: the model has no texts."""
+        if index not in self._texts and self.model.tokenizer.exists:
+            skips = self.request.skip_special_tokens
+            self._texts[index] = self.model.tokenizer.detokenizer(skip_special_tokens=True if skips is None else skips)
+        return self._texts.get(index)

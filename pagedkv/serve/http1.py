@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers, beside a read of asyncio's, which is at most 256 KiB
@@ -21,7 +24,10 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         self._num_silent = 0
+        before = self.cycle
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not before:
+            _send_without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_silent = 0
@@ -30,3 +36,19 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
     def on_message_complete(self) -> None:
         self._num_silent = 0
         super().on_message_complete()
+
+
+def _send_without_chunks(cycle: Any) -> None:
+    """Of HTTP/1.0, which does not know them: a body of unknown length ends with the connection, as uvicorn's do for
+    such a client anyway."""
+    send = cycle.send
+
+    async def send_plain(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                cycle.chunked_encoding, cycle.expected_content_length = False, math.inf
+        elif cycle.expected_content_length == math.inf and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain

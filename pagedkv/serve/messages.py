@@ -19,7 +19,7 @@ from .message_input import messages_of
 from .parser import Event
 from .schema import ChatRequest, Generation
 from .server import Server
-from .sse import EVENTS, JSON, Reply, named_event, named_events
+from .sse import JSON, Reply, named_event, named_events
 from .turn import SWITCH, Turn, prepare
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -46,7 +46,7 @@ async def messages(server: Server, request: Request) -> Reply:
     answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
     writer = MessageWriter(turn, answers)
     if body.stream:
-        return Reply(named_events(answers.pieces(), writer), EVENTS, headers, _last)
+        return server.stream(named_events(answers.pieces(), writer), headers, last=_last)
     return Reply(_whole(answers, writer), JSON, headers)
 
 

@@ -18,7 +18,7 @@ from .parser import Event
 from .response_input import messages_of
 from .schema import ChatRequest, Generation
 from .server import Server
-from .sse import EVENTS, JSON, Reply, named_event, named_events
+from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
 
 
@@ -43,7 +43,7 @@ async def responses(server: Server, request: Request) -> Reply:
     answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
-        return Reply(named_events(answers.pieces(), writer), EVENTS, headers, writer.last)
+        return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)
     return Reply(_whole(answers, writer), JSON, headers)
 
 

@@ -43,6 +43,7 @@ class Server:
     counts, place: of Gate, where there are other front ends
     max_waiting: while more answers wait in the engine, requests are told to come later; None: no matter how many
     stuck_after: seconds of a step, after which the engine is taken for stuck
+    keep_alive: see Reply
     """
 
     client: EngineClient
@@ -53,6 +54,7 @@ class Server:
     place: int = 0
     max_waiting: int | None = None
     stuck_after: float = 120.0
+    keep_alive: float = 15.0
     is_draining: bool = False
     shows_aborts: bool = False  # of completions and chats: see Answers
     gate: Gate = field(init=False)
@@ -96,7 +98,11 @@ class Server:
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
-        return Reply(_events(answers, form, bool(options.include_usage), always), EVENTS, headers)
+        return self.stream(_events(answers, form, bool(options.include_usage), always), headers)
+
+    def stream(self, parts: AsyncGenerator[bytes, None], headers: dict[str, str], **options: Any) -> Reply:
+        """Events: see Reply."""
+        return Reply(parts, EVENTS, headers, keep_alive=self.keep_alive, **options)
 
 
     def answers(

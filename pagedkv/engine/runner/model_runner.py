@@ -83,6 +83,7 @@ class ModelRunner:
         places: of the model's weights; None: these stay as they are."""
         self.spec, self.model, self.device = spec, model, device
         self.comm, self.team = comm, team
+        self.draft: ModelRunner | None = None  # that of a smaller model, which guesses
         self.is_gpu, self.has_adapters = device != "cpu", has_adapters
         self.num_behind = 1 if self.is_gpu else 0  # steps that the host launches before it asks for tokens
         self.stream: Any = Stream(device) if self.is_gpu else nullcontext()
@@ -135,11 +136,11 @@ class ModelRunner:
         ops.synchronize(self.device)
         self.caches.layers = []
 
-    def affordable_blocks(self, utilization: float, draft: ModelRunner | None = None) -> int:
-        """The pages that a pool, and another of as many pages, may have, so that with the graphs to come this share of
+    def affordable_blocks(self, utilization: float) -> int:
+        """The pages that a pool may have, and that of the draft model, so that with the graphs to come this share of
         the GPU's memory is in use."""
         free, total = ops.memory_info(self.device)
-        runners = [self] if draft is None else [self, draft]
+        runners = self.with_draft
         affordable = int(total * utilization) - (total - free) - sum(each.bytes_to_come for each in runners)
         return affordable // sum(each.caches.page_bytes for each in runners)
 
@@ -329,6 +330,10 @@ class ModelRunner:
     def forward(self, batch: Batch, last_tokens: Tensor | None = None) -> Tensor:
         """Normed hidden states of the batch's last_tokens, or of all of its tokens [num_tokens, hidden_size]."""
         return self.model.forward(batch, self.caches.layers, self.buffers, last_tokens)
+
+    @property
+    def with_draft(self) -> list[ModelRunner]:
+        return [self] if self.draft is None else [self, self.draft]
 
     # --- several ranks
 

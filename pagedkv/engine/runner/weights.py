@@ -9,7 +9,7 @@ from typing import Any
 from pagedkv import Tensor, ops
 from pagedkv.models.nccl import BroadcastTensor, WeightGroup
 from pagedkv.models.places import Places
-from pagedkv.models.update import Packed, plan_update, read_files, unpacked
+from pagedkv.models.update import Gathered, Packed, plan_update, read_files, unpacked
 from pagedkv.models.upload import Upload
 
 
@@ -22,9 +22,10 @@ class RunnerWeights:
     def __init__(self, places: Places, device: str, stream: Any, rank: int) -> None:
         self._places, self._device, self._stream, self._rank = places, device, stream, rank
         self._group: WeightGroup | None = None  # that sends new weights
-        self._received: dict[str, Tensor] = {}  # by it, and not yet written
+        self.received: dict[str, Tensor] = {}  # by it, and not yet written
         self._kept: Tensor | None = None  # their bytes, on the host
         self._are_here = True
+        self.gathered: Gathered | None = None  # of an update in several calls, on the first rank
 
     @property
     def num_missing(self) -> int:
@@ -64,6 +65,12 @@ class RunnerWeights:
             self._kept = None
         return True
 
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of an update in several calls: those that can be written now."""
+        assert self.gathered is not None, "it has begun"
+        with self._stream:
+            return self.gathered.add(self._places, tensors)
+
     # --- a group that sends new ones
 
     def try_to_join(self, unique_id: bytes, world_size: int, rank_offset: int, timeout: float) -> str | None:
@@ -78,21 +85,21 @@ class RunnerWeights:
     def leave(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group, self._received = None, {}
+        self._group, self.received = None, {}
 
     def try_to_receive(self, tensors: Mapping[str, BroadcastTensor]) -> str | None:
         """The problem, if there is one."""
         assert self._group is not None, "it has joined"
         try:
-            self._received = {name: tensor.empty(self._device) for name, tensor in tensors.items()}
-            self._group.broadcast(self._received.values())
+            self.received = {name: tensor.empty(self._device) for name, tensor in tensors.items()}
+            self._group.broadcast(self.received.values())
         except (RuntimeError, TimeoutError, MemoryError) as error:
-            self._received = {}
+            self.received = {}
             return f"{type(error).__name__}: {error}"
         return None
 
     def drop_received(self) -> None:
-        self._received = {}
+        self.received = {}
 
     @property
     def has_group(self) -> bool:
@@ -100,15 +107,15 @@ class RunnerWeights:
 
     # --- new ones
 
-    def check(self, tensors: Mapping[str, Tensor] | None) -> None:
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises where update() would."""
-        plan_update(self._places, self._received if tensors is None else tensors)
+        plan_update(self._places, tensors)
 
     def update(self, given: str | Packed | Mapping[str, Tensor] | None) -> None:
         """given: the path of a checkpoint, tensors of another process, or tensors; None: those that were received."""
         tensors: Mapping[str, Tensor]
         if given is None:
-            tensors, self._received = self._received, {}
+            tensors = self.received
         elif isinstance(given, str):
             tensors = read_files(given)
         else:

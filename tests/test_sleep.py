@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -306,6 +308,24 @@ def test_an_update_ends_nobodys_wait(cpu_llm):  # noqa: F811
     sleeping.join(20)
     assert cpu_llm.is_sleeping()
     cpu_llm.wake_up()
+
+
+@pytest.mark.parametrize("call", ["sleep", "pause"])
+def test_an_interrupt_ends_the_wait(cpu_llm, call):  # noqa: F811
+    """Of a call that waits for the requests that are there. Nobody would ever end what comes about later."""
+    expected, may_end = tokens(cpu_llm), threading.Event()
+
+    def mask(request, token_ids):
+        assert len(token_ids) < 5 or may_end.wait(20)
+
+    start(cpu_llm, "a", params=replace(LONG, mask=mask))
+    threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(cpu_llm, call)(mode="wait")
+    may_end.set()
+    cpu_llm.add_request(PROMPTS[0], GREEDY, "later")
+    assert ends(cpu_llm) == {"a": ("length", tokens(cpu_llm, LONG)[0]), "later": ("length", expected[0])}
+    assert not cpu_llm.is_sleeping() and not cpu_llm.is_paused() and tokens(cpu_llm) == expected
 
 
 def test_memory_is_given_back(tmp_path):

@@ -39,7 +39,7 @@ class Control(WeightUpdates):
         mode: what becomes of those that are there: "abort"; "wait": they go on until they have ended; "keep": they stay
         as they are, with their pages, and go on after resume().
         """
-        self._core.hold("pause", _checked_mode(mode)).result()
+        self._core.hold("pause", _checked_mode(mode))
 
     def resume(self) -> None:
         """Ends a pause, and a pause("wait") that still waits. Without one nothing happens."""
@@ -62,12 +62,10 @@ class Control(WeightUpdates):
         """
         if level not in LEVELS or isinstance(level, bool):
             raise ValueError(f"level is {level!r} but must be 1 or 2")
-        self._core.hold("sleep", _checked_mode(mode)).result()
-        self._core.call(partial(self._fall_asleep, level))
+        self._core.hold("sleep", _checked_mode(mode), partial(self._fall_asleep, level))
 
     def _fall_asleep(self, level: int) -> None:
         runner = self._open_runner()
-        self._core.add_hold("sleep")  # once more: another thread may have called wake_up()
         self._core.preempt_all()
         self.manager.reset_prefix_cache()
         try:

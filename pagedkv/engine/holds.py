@@ -18,6 +18,7 @@ class Wait(NamedTuple):
 
     reason: str
     mode: PauseMode
+    then: Callable[[], None]
     done: Future[None]
 
 
@@ -40,13 +41,14 @@ class Holds(ABC):
     @abstractmethod
     def _closed(self) -> RuntimeError: ...
 
-    def hold(self, reason: str, mode: PauseMode) -> Future[None]:
-        """No step is made until release(); the result comes when that is so, and all tokens have been collected.
+    def hold(self, reason: str, mode: PauseMode, then: Callable[[], None] = lambda: None) -> None:
+        """No step is made until release(). Returns when that is so, all tokens have been collected, and then() is done,
+        an action. A caller that is interrupted waits no more, and what has not come about by then does not.
 
         mode: requests that are there "keep" what they have and go on later, "wait": go on until they have ended, or
         "abort". Those that come later wait. Where no step is made already, "wait" is as "keep".
         """
-        wait = Wait(reason, mode, Future())
+        wait = Wait(reason, mode, then, Future())
 
         def begin() -> None:
             if mode == "abort":
@@ -55,16 +57,28 @@ class Holds(ABC):
                 self.book.hold_back()
             self._waits.append(wait)
 
+        def withdraw() -> None:
+            if wait in self._waits:
+                self._waits.remove(wait)
+                self._release_held()
+
         self.refuse_own_thread()
-        if not self._post(begin):
-            raise self._closed()
-        return wait.done
+        try:
+            if not self._post(begin):
+                raise self._closed()
+            wait.done.result()
+        except BaseException:
+            self._post(withdraw)
+            raise
 
     def release(self, reason: str) -> None:
         """The reason to hold is gone. Who still waits for it hears so."""
         self.holds.discard(reason)
         self._end_waits([wait for wait in self._waits if wait.reason == reason])
         self._show_holds()
+        self._release_held()
+
+    def _release_held(self) -> None:
         if not self.holds and not self._waits:
             self.book.release_held()
 
@@ -79,9 +93,15 @@ class Holds(ABC):
     def _settle(self) -> None:
         """Holds where somebody waits for it, and nothing stands in the way any more."""
         for wait in list(self._waits):
-            if wait.mode != "wait" or self.holds or self.book.is_settled:
+            if wait in self._waits and (wait.mode != "wait" or self.holds or self.book.is_settled):
                 self.add_hold(wait.reason)
-                self._end_waits([wait])
+                self._waits.remove(wait)
+                try:
+                    wait.then()
+                except BaseException as error:
+                    wait.done.set_exception(error)
+                else:
+                    wait.done.set_result(None)
 
     def _end_waits(self, waits: list[Wait], error: BaseException | None = None) -> None:
         for wait in waits:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -454,6 +455,27 @@ def test_in_an_event_loop(folder):  # noqa: F811
             assert await client.get_weight_version() == "x" and await client.reset_prefix_cache() > 0
             with pytest.raises(ValueError, match="name is 'close' but must be one of sleep, wake_up"):
                 await client.control("close")
+
+    asyncio.run(main())
+
+
+def test_many_calls_that_wait(folder):  # noqa: F811
+    """For one that ends, and for the call that ends them: they take no thread of the loop's pool."""
+    may_end = threading.Event()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        async with AsyncEngine(folder, device="cpu", block_size=4, num_blocks=200, seed=0) as client:
+            stream = client.generate(PROMPTS[0], replace(LONG, mask=lambda request, ids: ids and may_end.wait(20) and None))
+            await anext(stream)
+            waits = [asyncio.create_task(client.pause("wait")) for _ in range(8)]
+            await asyncio.sleep(0.05)
+            may_end.set()
+            await asyncio.wait_for(client.resume(), 20)
+            await asyncio.wait_for(asyncio.gather(*waits), 20)
+            async for output in stream:
+                assert output.error is None
+            assert not await client.is_paused()
 
     asyncio.run(main())
 

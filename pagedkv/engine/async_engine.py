@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from .client import EngineClient
-from .control import control_of
+from .control import call_later
 from .engine import EMBED, Engine
 from .lora_request import LoRARequest
 from .outputs import EmbeddingOutput, EngineStats, RequestOutput
@@ -178,7 +178,7 @@ class AsyncEngine(EngineClient):
 
     async def control(self, name: str, *args: Any, **options: Any) -> Any:
         """As Engine's method of this name, in another thread."""
-        return await asyncio.to_thread(control_of(self.engine, name), *args, **options)
+        return await asyncio.wrap_future(call_later(self.engine, name, args, options))
 
     def stats(self) -> EngineStats:
         """The engine's statistics: see Engine.stats()."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, get_args
 
@@ -26,6 +28,24 @@ def control_of(engine: Control, name: str) -> Callable[..., Any]:
         raise ValueError(f"name is {name!r} but must be one of {', '.join(CALLS)}")
     method: Callable[..., Any] = getattr(engine, name)
     return method
+
+
+def call_later(engine: Control, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Future[Any]:
+    """The result to come of such a method, called in a thread of its own: each of a pool's may be waiting for the call
+    that ends its wait."""
+    method, future = control_of(engine, name), Future[Any]()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            result = method(*args, **options)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"pagedkv {name}", daemon=True).start()
+    return future
 
 
 class Control(WeightUpdates):

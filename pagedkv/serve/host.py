@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pagedkv.engine.control import control_of
+from pagedkv.engine.control import call_later
 from pagedkv.engine.engine import Engine
 from pagedkv.engine.requests.prompts import takes_long
 from pagedkv.engine.requests.request import Request, Update
@@ -130,10 +130,12 @@ class Connection:
             self.send("raised", number, portable(error))
 
     def _control(self, number: int, name: str, args: Any, options: dict[str, Any]) -> None:
-        """In another thread, because it may take long."""
-        engine = self._host.engine
-        future = self._loop.run_in_executor(None, lambda: control_of(engine, name)(*args, **options))
-        future.add_done_callback(partial(self._answer, number))
+        try:
+            future = call_later(self._host.engine, name, tuple(args), options)
+        except ValueError as error:  # there is no such call
+            self.send("failed", number, error)
+        else:
+            future.add_done_callback(partial(self._answer, number))
 
     def _answer(self, number: int, future: Any) -> None:
         error = future.exception()

@@ -239,6 +239,17 @@ def test_an_index_whose_files_are_no_names(tmp_path, name):
         LLM(folder, device="cpu")
 
 
+def test_an_index_names_nothing_outside_of_its_folder(tmp_path):
+    write_model(tmp_path / "other")
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    for name in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors")):
+        weight_map = dict.fromkeys(tensor_shapes(TINY), "a.safetensors") | {"model.norm.weight": name}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=f"names '{name}', which is not in the folder"):
+            LLM(folder, device="cpu")
+
+
 def test_mis_shaped_tensor(tmp_path):
     folder = write_model(tmp_path)
     weights = random_weights(TINY)

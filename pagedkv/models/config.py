@@ -210,6 +210,6 @@ def _check_kind(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> None:
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ValueError(f"eos_token_id is {value!r} but must be an integer or a list of integers")
     return frozenset(ids)

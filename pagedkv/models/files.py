@@ -58,7 +58,8 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
             raise CheckpointError(f"{index}: tensor {tensor!r} is in {name!r}, which is no name of a file")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not (folder / name).is_file():
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
             raise CheckpointError(f"{index} names {name!r}, which is not in the folder")
     return [folder / name for name in names], weight_map
 

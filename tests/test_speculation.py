@@ -355,7 +355,7 @@ def test_vocabularies_must_agree(folder, tmp_path):
         with pytest.raises(error, match=message):
             engine(folder, speculative_config={"method": "draft_model", "model": str(other)})
 
-    fails(tmp_path / "none", FileNotFoundError, "none")
+    fails(tmp_path / "none", FileNotFoundError, r"speculative_config\['model'\] is '.*none': .*none: no such folder")
     larger = write_model(tmp_path / "larger", **SIZES | {"vocab_size": 300})
     fails(larger, ValueError, r"speculative_config\['model'\] is '.*larger', which has 300 tokens but the model has 264")
     other = write_model(tmp_path / "other", **SIZES)

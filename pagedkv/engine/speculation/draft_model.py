@@ -22,7 +22,7 @@ from ..runner.model_runner import ModelRunner
 from ..runner.plan import RunnerPlan
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
-from ..speculative_config import SpeculativeConfig
+from ..speculative_config import NAME, SpeculativeConfig
 from ..text.tokenizer import Tokenizer
 
 MOST_SEQS = 64  # that it guesses for in a step
@@ -194,10 +194,13 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
     the two do not suit each other."""
     if config.model is None:
         return None
-    folder = model_folder(config.model)
-    spec = read_spec(folder)
-    name = f"speculative_config['model'] is {config.model!r}, which"
-    check_vocabulary(name, (target.spec, tokenizer), (spec, Tokenizer(folder)))
+    name = f"{NAME}['model'] is {config.model!r}"
+    try:
+        folder = model_folder(config.model)
+        spec = read_spec(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name}: {error}") from None
+    check_vocabulary(f"{name}, which", (target.spec, tokenizer), (spec, Tokenizer(folder)))
     max_num_seqs = min(target.max_num_seqs, MOST_SEQS)
     return replace(
         target, folder=folder, spec=spec, lora=None, batch_invariant=False, max_num_seqs=max_num_seqs,

@@ -136,6 +136,10 @@ def test_text_offsets_of_split_characters(tmp_path):
                 expected.append(expected[-1] + len(decoder.decode(of_token)))
             assert offsets == expected[:-1] and len(set(offsets)) < len(offsets)
             assert expected[-1] + len(decoder.decode(b"", final=True)) == len(whole["text"])
+        ask = {"messages": MESSAGES, "chat_template_kwargs": {"more": ""}, "top_logprobs": 3} | body | {"logprobs": True, "prompt": None}
+        choice = post(http, CHAT, **ask)["choices"][0]
+        content = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
+        assert content.decode(errors="replace") == choice["message"]["content"] and b"\xe4\xbd" in content
 
 
 def test_logprobs_without_texts(tmp_path):

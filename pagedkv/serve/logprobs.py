@@ -28,6 +28,5 @@ def chat_logprobs(
 
 
 def _entry(model: ServedModel, token: int, logprob: float) -> dict[str, Any]:
-    text = model.token_text(token)
-    is_part = "\ufffd" in text  # of a character
-    return {"token": text, "logprob": logprob, "bytes": None if is_part else list(text.encode())}
+    own = model.token_bytes(token)
+    return {"token": model.token_text(token), "logprob": logprob, "bytes": None if own is None else list(own)}

@@ -142,3 +142,11 @@ class ServedModel:
         if not self.tokenizer.exists:
             return f"token_id:{token_id}"
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """None: it is a part of a character, and nobody knows which."""
+        table = self.tokenizer.bytes_of_tokens if self.tokenizer.exists else None
+        if table is not None:
+            return table[token_id]
+        text = self.token_text(token_id)
+        return None if "\ufffd" in text else text.encode()

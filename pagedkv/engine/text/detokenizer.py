@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -15,12 +15,21 @@ from typing import Any
 def detokenizers(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[..., Detokenizer]:
     """What makes Detokenizers for this tokenizer (of the `tokenizers` library), given their stop strings. They share
     the bytes of its tokens, so it should be kept as long as the tokenizer is, and no longer."""
-    from tokenizers.decoders import ByteLevel
-
-    if isinstance(tokenizer.decoder, ByteLevel):
+    if _is_byte_level(tokenizer):
         return partial(ByteDetokenizer, _BytesOfTokens(tokenizer, skip_special_tokens))
     skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
     return partial(WindowDetokenizer, tokenizer, skipped)
+
+
+def bytes_of_tokens(tokenizer: Any) -> Mapping[int, bytes] | None:
+    """By token ids; None: a token of this tokenizer does not stand for its bytes."""
+    return _BytesOfTokens(tokenizer, False) if _is_byte_level(tokenizer) else None
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(tokenizer.decoder, ByteLevel)
 
 
 class Detokenizer(ABC):

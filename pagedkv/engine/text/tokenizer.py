@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedkv.models.files import read_json, refuse_pointer
 from pagedkv.optional import load
 
-from .detokenizer import Detokenizer, detokenizers
+from .detokenizer import Detokenizer, bytes_of_tokens, detokenizers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -86,6 +86,11 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    @cached_property
+    def bytes_of_tokens(self) -> Mapping[int, bytes] | None:
+        """See detokenizer.bytes_of_tokens()."""
+        return bytes_of_tokens(self.library)
 
     def detokenizer(
         self, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False, skip_special_tokens: bool = True

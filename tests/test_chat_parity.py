@@ -111,6 +111,8 @@ def test_parts_are_joined_for_templates_that_lose_them(both, content):
         plain = ChatTemplate({"default": template}, SPECIAL).render([{"role": "user", "content": "Hello"}], add_generation_prompt=False)
         assert text == plain or name in TAKES_LISTS, name
         assert "Hello" in text or name == "loops and macros" or content == ["Hello"]
+    part = [{"role": "user", "content": {"type": "text", "text": "Hello"}}]  # in no list
+    assert "Hello" in ChatTemplate({"default": TEMPLATES["plain ChatML"]}, {}).render(part)
     several = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]}]
     assert ChatTemplate({"default": TEMPLATES["plain ChatML"]}, {}).render(several, add_generation_prompt=False) == (
         "<|im_start|>user\na\nb\nc<|im_end|>\n"

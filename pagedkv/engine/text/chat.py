@@ -36,9 +36,10 @@ class ChatTemplate:
     are None are left out, `reasoning` and `thinking` are found as `reasoning_content`, and objects with model_dump(),
     which the clients of servers return, are taken for dicts.
 
-    Four things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
+    Five things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
     template that would lose the parts, as vLLM does. Arguments of tool calls that are JSON texts become dicts for a
-    template that fails on texts. Each message must have a role. Tools must be JSON schemas, not functions.
+    template that fails on texts. Each message must have a role. Content must not be a number, which many templates
+    lose. Tools must be JSON schemas, not functions.
 
     A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
     the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops

@@ -60,6 +60,11 @@ def plain_messages(messages: object) -> Chat:
         if not is_message(given):
             raise TypeError(f"messages[{i}] is {given!r} but must be a dict with role and content")
         message = {key: value for key, value in plain(given).items() if value is not None}
+        raw = given.get("content") if isinstance(given, Mapping) else message.get("content")
+        if not (raw is None or isinstance(raw, (str, list, tuple)) or is_message(raw)):
+            raise TypeError(f"messages[{i}]: content is {raw!r} but must be a text, or a list of parts")
+        if isinstance(message.get("content"), dict) and _text_of(message["content"]) is not None:
+            message["content"] = [message["content"]]  # a part, in no list
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}]: role is {message.get('role')!r} but must be a text such as 'user'")
         thoughts = [message[key] for key in REASONING if key in message]

@@ -365,6 +365,23 @@ def test_the_memory_of_a_draft_model(tmp_path, folder, level):  # noqa: F811
         assert tokens(llm, LONG) == alone and llm.stats().counters.num_drafts
 
 
+def test_a_host_without_room_for_all_weights(tmp_path, folder, monkeypatch):  # noqa: F811
+    """Those of the draft model, which went first, come back."""
+    draft = write_model(tmp_path, num_hidden_layers=1)
+
+    def give_back(self, keeps):
+        if self is not llm._runner.draft.weights:
+            raise MemoryError("the host is full")
+        self._are_here = False  # as a GPU's
+
+    with engine(folder, ("cpu", 0), speculative_config={"method": "draft_model", "model": str(draft)}) as llm:
+        alone = tokens(llm, LONG)
+        monkeypatch.setattr(RunnerWeights, "give_back", give_back)
+        with pytest.raises(MemoryError, match="the host is full"):
+            llm.sleep()
+        assert not llm.is_sleeping() and llm._runner.draft.weights._are_here and tokens(llm, LONG) == alone
+
+
 def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):  # noqa: F811
     """What could not be taken stays asleep; it may be asked for again."""
     expected = tokens(cpu_llm)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, get_args
 
 from .holds import PauseMode
+from .runner.model_runner import ModelRunner
 from .weight_updates import WeightUpdates
 
 TAGS = ("weights", "kv_cache")
@@ -89,15 +90,25 @@ class Control(WeightUpdates):
         self._core.preempt_all()
         self.manager.reset_prefix_cache()
         try:
-            if runner.draft is not None:
-                runner.draft.weights.give_back(True)  # nobody would bring them again
-            runner.on_all("weights.give_back", level == 1)
+            self._give_weights_back(runner, level)
             self._asleep.add("weights")
             for each in runner.with_draft:
                 each.on_all("caches.resize", 0)
             self._asleep.add("kv_cache")
         finally:
             self._hold_if_asleep(runner)
+
+    @staticmethod
+    def _give_weights_back(runner: ModelRunner, level: int) -> None:
+        """All of them, or after an error none."""
+        if runner.draft is not None:
+            runner.draft.weights.give_back(True)  # nobody would bring them again
+        try:
+            runner.on_all("weights.give_back", level == 1)
+        except BaseException:
+            if runner.draft is not None:
+                runner.draft.weights.try_to_take()
+            raise
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Takes the memory again, of "weights", of "kv_cache" (tags), or of both (None). Once both are there, and all

@@ -54,16 +54,19 @@ async def _embed(
         await asyncio.gather(*calls, return_exceptions=True)
         server.gate.leave(len(prompts))
     count = sum(len(output.prompt_token_ids) for output in outputs)
-    data = [_row(index, output, body.encoding_format == "base64") for index, output in enumerate(outputs)]
+    data = [_row(index, output, body) for index, output in enumerate(outputs)]
     usage = {"prompt_tokens": count, "total_tokens": count}
     yield msgspec.json.encode({"object": "list", "data": data, "model": name, "usage": usage})
 
 
-def _row(index: int, output: EmbeddingOutput, as_base64: bool) -> dict[str, Any]:
+def _row(index: int, output: EmbeddingOutput, body: EmbeddingRequest) -> dict[str, Any]:
     if output.error is not None:
         raise of_engine(output.error)
     vector = np.ascontiguousarray(output.embedding, "<f4")
-    shown = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+    if body.dimensions not in (None, len(vector)):
+        text = f"dimensions is {body.dimensions} but the model's vectors have {len(vector)}"
+        raise ApiError(400, text, param="dimensions", code="unsupported_parameter")
+    shown = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}
 
 

@@ -88,6 +88,7 @@ class EmbeddingRequest:
     input: Any = None
     model: str | None = None
     encoding_format: str | None = None
+    dimensions: int | None = None  # those that the vectors have
     priority: int | None = None
     cache_salt: str | None = None
 

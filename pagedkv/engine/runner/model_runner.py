@@ -191,13 +191,13 @@ class ModelRunner:
             self._launch(step, wait_for_tokens)
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
-        event = self.next_turn()
+        event, keeps_hidden = self.next_turn(), PromptOutputs.are_wanted(step)
         with self.stream:
             try:
                 self.move_pages(step)
                 self.write_adapters(step)
-                batch = self.fill(step)
-                hidden = self.compute(batch, step.only_decodes, PromptOutputs.are_wanted(step))
+                batch = self.fill(step, keeps_hidden)
+                hidden = self.compute(batch, step.only_decodes, keeps_hidden)
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
@@ -244,15 +244,13 @@ class ModelRunner:
         for slot, adapter in step.adapters:
             self.on_all("model.write_adapter", slot, adapter)
 
-    def fill(self, step: Step) -> Batch:
+    def fill(self, step: Step, keeps_hidden: bool) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
-        header = self.memory.fill(
-            step, arrays, self.turn,
-            needs_logits=self.sampler.needs_logits, keeps_hidden=PromptOutputs.are_wanted(step),
-        )  # fmt: skip
+        needs_logits = self.sampler.needs_logits
+        header = self.memory.fill(step, arrays, self.turn, needs_logits=needs_logits, keeps_hidden=keeps_hidden)
         if self.team is not None:
             self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
         return self.memory.upload(header, self.turn)

@@ -361,8 +361,8 @@ def _obstacle(scheduler: Scheduler, seq: Sequence) -> str:
         return f"all {scheduler.max_num_seqs} places (max_num_seqs) are taken"
     if seq.retry_step > scheduler.step_number:
         return "another request computes the beginning of its prompt, which it will find in the cache"
-    not_after = [*_waiting_before(scheduler, seq), seq]
-    if seq.adapter is not None and not all(adapters.has_room(each.adapter) for each in not_after):
+    not_after = [each.adapter for each in (*_waiting_before(scheduler, seq), seq) if each.adapter is not None]
+    if seq.adapter is not None and not all(map(adapters.has_room, not_after)):
         return (
             "its adapter, or that of one before it, finds no slot: sequences that run have other adapters in all "
             f"{adapters.num_slots} (max_loras)"

@@ -191,13 +191,13 @@ class ModelRunner:
             self._launch(step, wait_for_tokens)
 
     def _launch(self, step: Step, wait_for_tokens: Callable[[], None]) -> None:
-        event, keeps_hidden = self.next_turn(), PromptOutputs.are_wanted(step)
+        event = self.next_turn()
         with self.stream:
             try:
                 self.move_pages(step)
                 self.write_adapters(step)
-                batch = self.fill(step, keeps_hidden)
-                hidden = self.compute(batch, step.only_decodes, keeps_hidden)
+                batch = self.fill(step)
+                hidden = self.compute(batch, step.only_decodes)
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
@@ -244,24 +244,24 @@ class ModelRunner:
         for slot, adapter in step.adapters:
             self.on_all("model.write_adapter", slot, adapter)
 
-    def fill(self, step: Step, keeps_hidden: bool) -> Batch:
+    def fill(self, step: Step) -> Batch:
         """The step's arrays, on their way to the device."""
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
-        needs_logits = self.sampler.needs_logits
+        needs_logits, keeps_hidden = self.sampler.needs_logits, PromptOutputs.are_wanted(step)
         header = self.memory.fill(step, arrays, self.turn, needs_logits=needs_logits, keeps_hidden=keeps_hidden)
         if self.team is not None:
             self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
         return self.memory.upload(header, self.turn)
 
-    def compute(self, batch: Batch, only_decodes: bool, keeps_hidden: bool) -> Tensor | None:
+    def compute(self, batch: Batch, only_decodes: bool) -> Tensor | None:
         """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
         graph = self.graphs.get(_key(batch)) if self.graphs is not None and only_decodes else None
         self._hidden = None
         if graph is not None:
             graph.replay()
-        elif keeps_hidden:
+        elif batch.keeps_hidden:
             self._hidden = self._compute_all(batch)
         else:
             self._compute(batch)

@@ -164,7 +164,7 @@ class StepMemory:
         self._upload(there, turn)
         there.block_tables = self._upload_tables(header)
         there.max_seqlen_q, there.needs_logits = header.max_seqlen_q, header.needs_logits
-        there.has_adapters = header.has_adapters
+        there.keeps_hidden, there.has_adapters = header.keeps_hidden, header.has_adapters
         return there
 
     def _write_adapters(self, step: Step, host: Batch) -> None:

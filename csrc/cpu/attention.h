@@ -1,4 +1,4 @@
-/* attention.h - what attention.c (plan, threads, merge) and the kernel of each instruction set agree on. */
+/* attention.h - what attention_plan.c, attention.c (threads, merge) and the kernel of each instruction set agree on. */
 #ifndef PK_CPU_ATTENTION_H
 #define PK_CPU_ATTENTION_H
 
@@ -68,6 +68,25 @@ extern const pk_attention_kernel pk_attention_generic;
 extern const pk_attention_kernel pk_attention_avx2, pk_attention_avx512;
 extern const pk_attention_kernel pk_attention_avx512bf16, pk_attention_amx; /* where q, K and V are bfloat16 */
 #endif
+
+/* attention_plan.c: the items of a call, and the memory that they need. */
+typedef struct {
+    pk_attention_plan base;
+    pk_attention_seq *seqs;
+    int32_t *pages; /* of all sequences, one after the other */
+    pk_attention_item *items;
+    void *scratch;
+    int64_t num_items, num_part_rows;
+    size_t scratch_bytes; /* a thread */
+    int num_threads;
+} pk_cpu_attention_plan;
+
+/* What lies in memory, but for the block tables, which the plan copies and checks. */
+pk_status pk_cpu_check_attention(const pk_attention_args *args, pk_error *err);
+/* To be released, after an error, too. num_items 0: there is nothing to do. */
+pk_status pk_cpu_make_attention_plan(pk_cpu_attention_plan *plan, const pk_attention_args *args,
+                                     const pk_attention_kernel *kernel, pk_error *err);
+void pk_cpu_release_attention_plan(pk_cpu_attention_plan *plan);
 
 /* paged_attention_fwd. `rope`, or NULL: what stores the last keys and makes the queries, after all checks of both. */
 pk_status pk_cpu_attend(pk_device device, const pk_qk_norm_rope_store_args *rope, const pk_attention_args *args,

@@ -1,4 +1,4 @@
-/* cuda.h - what the .cu files share: errors, the status word, calls and their launches, conversions.
+/* cuda.h - what the .cu files share: errors, calls and their launches; bad_ids.h and convert.h come with it.
  *
  * A launcher reads so:
  *
@@ -17,16 +17,13 @@
 #ifndef PK_CUDA_H
 #define PK_CUDA_H
 
+#include "cuda/bad_ids.h"
 #include "cuda/cards.h"
+#include "cuda/convert.h"
 #include "ops/store.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <pthread.h>
-
-#include <type_traits>
 
 // --- errors
 
@@ -39,52 +36,6 @@ pk_status pk_cuda_fail(pk_error *err, const char *call, cudaError_t error);
         cudaError_t pk_cuda_error_ = (call);                                                  \
         if (pk_cuda_error_ != cudaSuccess) return pk_cuda_fail((err), #call, pk_cuda_error_); \
     } while (0)
-
-// --- what a bad id in a device array leaves behind
-
-/* Kernels cannot raise. An id that is out of range is masked (nothing is read or written for it), and the first one
- * since the last check_errors() is kept here, in device memory, so that it survives a graph's replay. The texts may
- * use, in this order: index, value, limit. */
-// clang-format off
-#define PK_BAD_KINDS(X) \
-    X(PK_BAD_SLOT, "slot_mapping: token %lld has slot %lld but it must be below %lld") \
-    X(PK_BAD_PAGE, "block_tables: sequence %lld has block %lld but it must be below %lld") \
-    X(PK_BAD_ID, "ids: row %lld has id %lld but it must be at least 0 and below %lld") \
-    X(PK_BAD_ROW, "rows: entry %lld is %lld but it must be at least 0 and below %lld") \
-    X(PK_BAD_POSITION, "positions: token %lld has position %lld but it must be at least 0 and below %lld") \
-    X(PK_BAD_QUERY_RANGE, "cu_seqlens_q: sequence %lld ends at %lld, out of order or not below %lld") \
-    X(PK_BAD_CONTEXT, "context_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld") \
-    X(PK_BAD_KEY_START, "key_starts, table_starts: sequence %lld begins at slot %lld, which must be at least 0 and below %lld") \
-    X(PK_BAD_APPEND, "cache_lens: sequence %lld has %lld keys but it must be at least 0 and below %lld, so that its pages hold a new one") \
-    X(PK_BAD_ROTARY, "rotary_starts: token %lld has position %lld but it must be at least 0 and below %lld") \
-    X(PK_BAD_LOGITS, "logits: row %lld has a NaN or is -inf everywhere: no token can be sampled") \
-    X(PK_BAD_TEMPERATURE, "temperatures: row %lld has one that is negative or not finite") \
-    X(PK_BAD_SAMPLING_NUMBER, "sample: row %lld has a top_p, min_p, penalty or slot that is NaN or out of its range") \
-    X(PK_BAD_ROUTE, "logits: token %lld has no softmax (a NaN, inf or nothing but -inf): no expert can be chosen") \
-    X(PK_BAD_EXPERT, "experts: token %lld has expert %lld but it must be at least 0 and below %lld") \
-    X(PK_BAD_ADAPTER, "slots: token %lld has slot %lld but it must be below %lld") \
-    X(PK_BAD_PLAN, "plan: row %lld was not made for these shapes or was changed (signed %lld instead of %lld)") \
-    X(PK_STALE_PLAN, "plan: made when sequence %lld had %lld keys, but context_lens has %lld now") \
-    X(PK_STALE_START, "plan: made when the keys of sequence %lld began at slot %lld, but it is %lld now")
-// clang-format on
-#define PK_BAD_KIND(kind, format) kind,
-enum pk_cuda_bad_kind { PK_NO_BAD_ID, PK_BAD_KINDS(PK_BAD_KIND) PK_NUM_BAD_KINDS };
-
-struct pk_cuda_bad_id {
-    unsigned int kind; /* or PK_NO_BAD_ID */
-    int64_t index;     /* which sequence, token or row held it */
-    int64_t value;     /* the id itself */
-    int64_t limit;     /* what it had to stay below */
-};
-
-static __device__ __noinline__ void pk_record_bad_id(pk_cuda_bad_id *bad_id, pk_cuda_bad_kind kind, int64_t index,
-                                                     int64_t value, int64_t limit)
-{
-    if (atomicCAS(&bad_id->kind, 0u, (unsigned int)kind) != 0) return;
-    bad_id->index = index;
-    bad_id->value = value;
-    bad_id->limit = limit;
-}
 
 // --- a call
 
@@ -300,52 +251,7 @@ static inline bool pk_are_multiples(size_t of, Values... values)
 }
 static inline int64_t pk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// --- device code: conversions, 16-byte vectors, addresses
-
-__device__ static inline float pk_to_float(float x) { return x; }
-__device__ static inline float pk_to_float(__half x) { return __half2float(x); }
-__device__ static inline float pk_to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ static inline float pk_to_float(__nv_fp8_e4m3 x) { return (float)x; }
-
-template <typename T>
-__device__ static inline T pk_from_float(float x)
-{
-    if constexpr (std::is_same_v<T, float>) return x;
-    if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
-    if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) { /* saturates at 448, NaN stays NaN */
-        T y;
-        y.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-        return y;
-    }
-}
-
-/* N elements that are loaded and stored by one instruction where N * sizeof(T) is 4, 8 or 16. */
-template <typename T, int N>
-struct alignas(sizeof(T) * N) pk_vec {
-    T at[N];
-};
-
-__device__ static inline uint32_t smem_address(const void *pointer)
-{
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
-/* The value that a tensor of type T would hold: where transformers' modules cast, so do ours. */
-template <typename T>
-__device__ static inline float pk_round(float x)
-{
-    return pk_to_float(pk_from_float<T>(x));
-}
-
-/* silu(gate) = gate / (1 + e^-gate). The fast exponential and division err by a few units in the 23rd bit: nothing
- * beside a half's rounding, but not good enough for float. */
-template <typename T>
-__device__ static inline float pk_silu(float x)
-{
-    if constexpr (sizeof(T) == 4) return x / (1.0f + expf(-x));
-    return __fdividef(x, 1.0f + __expf(-x));
-}
+// --- device code: what arguments say
 
 __host__ __device__ static inline int64_t pk_id_at(const void *ids, bool are_int64, int64_t i)
 {

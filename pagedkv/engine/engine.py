@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
 from inspect import Parameter, Signature, signature
@@ -167,7 +168,8 @@ class Engine(Control):
         params = self.default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
         check_lora(lora_request, self._adapters)
-        params = self._grammars.with_mask(params)
+        if params.structured_outputs is not None:
+            params = replace(params, mask=self._grammars.mask(params.structured_outputs), structured_outputs=None)
         if params.prompt_logprobs is not None:  # which come from computing the prompt, not from the cache
             salt = private_salt(salt)
         text, served = read_prompt(name, prompt)

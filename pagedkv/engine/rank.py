@@ -77,7 +77,7 @@ def _replay(runner: ModelRunner, record: Record) -> None:
         event, header = runner.next_turn(), StepHeader.of(record.fields)
         runner.memory.take(header, runner.turn, *record.arrays)
         batch = runner.memory.upload(header, runner.turn)
-        runner.compute(batch, header.only_decodes, header.keeps_hidden)
+        runner.compute(batch, header.only_decodes)
         if event is not None:
             event.record()
         runner.capture_missing(batch, header.only_decodes)

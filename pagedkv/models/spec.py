@@ -102,6 +102,7 @@ class Batch:
     next_positions: Any  # [num_rows], of the tokens to be sampled
     num_bytes: int  # of the arrays
     needs_logits: bool = False  # whether logits are written before anything is sampled
+    keeps_hidden: bool = False  # whether the hidden states of all tokens are computed
     adapter_slots: Any = None  # [num_tokens]: see Model.write_adapter; None: there are no adapters
     row_adapter_slots: Any = None  # the same of last_tokens, or of all
     has_adapters: bool = False  # whether one of these is not -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class Weight:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
-    @property
+    @cached_property
     def arguments(self) -> dict[str, Any]:
         """Those of ops.linear and ops.expert_linear, and of their kin."""
         if not self.is_quantised:

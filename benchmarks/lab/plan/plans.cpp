@@ -117,6 +117,10 @@ pk_status pk_cuda_count_prefill_rows(const pk_attention_args *, row_filter, cons
     return PK_ECUDA;
 }
 pk_status pk_cuda_count_units(const pk_attention_args *, row_filter, const pk_cuda_call &, int64_t *)
+{ /* up to ffa6cea */
+    return PK_ECUDA;
+}
+pk_status pk_cuda_shape_decode(const pk_attention_args *, row_filter, const pk_cuda_call &, decode_shape *)
 {
     return PK_ECUDA;
 }

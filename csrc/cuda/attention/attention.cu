@@ -73,11 +73,11 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
 static pk_status args_of_prefill(const pk_attention_args *args, const attention_route &route, const pk_cuda_call &call,
                                  pk_attention_args *for_prefill)
 {
-    int64_t decode_rows = 0;
     *for_prefill = *args;
     if (!args->plan || !route.decode.max_rows) return PK_OK;
-    PK_TRY(pk_cuda_count_units(args, route.decode, call, &decode_rows));
-    for_prefill->plan += 12 * decode_rows;
+    decode_shape shape = {};
+    PK_TRY(pk_cuda_shape_decode(args, route.decode, call, &shape));
+    for_prefill->plan += PLAN_COLUMNS * (int64_t)shape.num_units;
     return PK_OK;
 }
 
@@ -102,10 +102,11 @@ pk_status pk_cuda_count_plan_rows(pk_device device, const pk_attention_args *arg
     pk_cuda_call call(device, nullptr, err);
     PK_TRY(call.status);
     attention_route route = choose_route(args, call.device);
-    int64_t decode_rows = 0, prefill_rows = 0;
-    if (route.decode.max_rows) PK_TRY(pk_cuda_count_units(args, route.decode, call, &decode_rows));
+    decode_shape shape = {};
+    int64_t prefill_rows = 0;
+    if (route.decode.max_rows) PK_TRY(pk_cuda_shape_decode(args, route.decode, call, &shape));
     if (route.plans_prefill()) PK_TRY(pk_cuda_count_prefill_rows(args, route.prefill, call, &prefill_rows));
-    *num_rows = decode_rows + prefill_rows;
+    *num_rows = shape.num_units + prefill_rows;
     return PK_OK;
 }
 

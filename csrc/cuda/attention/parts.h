@@ -1,6 +1,7 @@
 /* parts.h - what was computed of some keys only, on its way to the kernel that makes results of it.
  *
- * Prefill's items, and decode's tiles of many parts, leave their parts here; a kernel behind theirs merges them on all SMs. (Else the CTA that comes last with a part of a tile merges: attention/decode/merge.h.)
+ * Prefill's items, and decode's tiles of many parts, leave their parts here; a kernel behind theirs merges them on all
+ * SMs. (Else the CTA that comes last with a part of a tile merges: attention/decode/merge.h.)
  */
 #ifndef PK_CUDA_ATTENTION_PARTS_H
 #define PK_CUDA_ATTENTION_PARTS_H

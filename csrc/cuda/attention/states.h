@@ -6,7 +6,7 @@
 #ifndef PK_CUDA_ATTENTION_STATES_H
 #define PK_CUDA_ATTENTION_STATES_H
 
-#include "cuda/attention/attention.h"
+#include "cuda/attention/tiles.h"
 
 constexpr int MERGE_BATCH = 17; /* parts whose loads are under way at once: 132 SMs are 33 for each of 4 heads */
 

@@ -199,7 +199,7 @@ class ModelRunner:
                 self.move_pages(step)
                 self.write_adapters(step)
                 batch = self.fill(step)
-                hidden = self.compute(batch, step.only_decodes, PromptOutputs.are_wanted(step))
+                hidden = self.compute(batch, step.only_decodes)
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
@@ -251,21 +251,19 @@ class ModelRunner:
         arrays = self.manager.prepare(step.ids, step.starts, step.lengths)
         if not step.is_same_batch:
             self.sampler.set_rows(step.receivers)
-        header = self.memory.fill(
-            step, arrays, self.turn,
-            needs_logits=self.sampler.needs_logits, keeps_hidden=PromptOutputs.are_wanted(step),
-        )  # fmt: skip
+        needs_logits, keeps_hidden = self.sampler.needs_logits, PromptOutputs.are_wanted(step)
+        header = self.memory.fill(step, arrays, self.turn, needs_logits=needs_logits, keeps_hidden=keeps_hidden)
         if self.team is not None:
             self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
         return self.memory.upload(header, self.turn)
 
-    def compute(self, batch: Batch, only_decodes: bool, keeps_hidden: bool) -> Tensor | None:
+    def compute(self, batch: Batch, only_decodes: bool) -> Tensor | None:
         """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
         graph = self.graphs.get(_key(batch)) if self.graphs is not None and only_decodes else None
         self._hidden = None
         if graph is not None:
             graph.replay()
-        elif keeps_hidden:
+        elif batch.keeps_hidden:
             self._hidden = self._compute_all(batch)
         else:
             self._compute(batch)

@@ -115,7 +115,8 @@ class StepMemory:
                 num_tokens = self._row_sizes[bisect_left(self._row_sizes, num_rows)]
                 max_seqlen_q = self._most_queries
             host = self._decode_arrays(size, num_tokens if has_guesses else None)[0][turn]
-            pad(host, num_seqs, num_rows)
+            if num_seqs < size or num_rows < num_tokens:
+                pad(host, num_seqs, num_rows)
         else:
             size, num_tokens = num_seqs, len(arrays.positions)
             host = self._arrays(self._host[turn].numpy(), num_tokens, num_seqs, num_rows)
@@ -163,7 +164,7 @@ class StepMemory:
         self._upload(there, turn)
         there.block_tables = self._upload_tables(header)
         there.max_seqlen_q, there.needs_logits = header.max_seqlen_q, header.needs_logits
-        there.has_adapters = header.has_adapters
+        there.keeps_hidden, there.has_adapters = header.keeps_hidden, header.has_adapters
         return there
 
     def _write_adapters(self, step: Step, host: Batch) -> None:
@@ -181,7 +182,7 @@ class StepMemory:
             pairs = zip(step.sequences, step.guesses, strict=False)
             host.token_ids[:end] = [token for seq, guesses in pairs for token in (seq.new_tokens[-1], *guesses)]
         else:
-            np.subtract(-1, step.sources, out=host.token_ids[:end])
+            np.invert(step.sources, out=host.token_ids[:end])  # -1 - row: see take_sampled
             if step.known:
                 host.token_ids[step.known] = [step.sequences[i].new_tokens[-1] for i in step.known]
         for i in range(step.num_decodes, len(step.sequences)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,6 @@ import numpy as np
 from pagedkv.models.spec import Spec
 from pagedkv.optional import load, need
 
-from ..sampling_params import SamplingParams
 from ..structured_outputs import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 
@@ -25,8 +23,8 @@ WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # in xgrammar's sources
 
 
 class Grammars:
-    """Compiles masks for the tokens of a model. For any thread; whoever calls with_mask() waits for the compilation,
-    which takes from a millisecond to seconds the first time, and lets go of the interpreter lock meanwhile."""
+    """Compiles masks for the tokens of a model. For any thread; whoever calls mask() waits for the compilation, which
+    takes from a millisecond to seconds the first time, and lets go of the interpreter lock meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer, config: Spec) -> None:
         self._tokenizer, self._vocab_size = tokenizer, config.vocab_size
@@ -34,14 +32,8 @@ class Grammars:
         self._lock = threading.Lock()  # of the making of ...
         self._made: Any = None  # ... the compiler, with a cache of its own
 
-    def with_mask(self, params: SamplingParams) -> SamplingParams:
-        """The params with a mask in place of structured_outputs. ValueError: a text that is no schema, regular
-        expression or grammar."""
-        if params.structured_outputs is None:
-            return params
-        return replace(params, mask=self._mask(params.structured_outputs), structured_outputs=None)
-
-    def _mask(self, params: StructuredOutputsParams) -> GrammarMask:
+    def mask(self, params: StructuredOutputsParams) -> GrammarMask:
+        """For SamplingParams.mask. ValueError: a text that is no schema, regular expression or grammar."""
         compiler, kind = self._compiler(), params.kind
         text: Any = getattr(params, kind)
         spaced = {"any_whitespace": not params.disable_any_whitespace}

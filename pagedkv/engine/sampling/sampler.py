@@ -234,8 +234,8 @@ class PromptOutputs:
 
     @staticmethod
     def are_wanted(step: Step) -> bool:
-        prompts = step.sequences[step.num_decodes :]
-        return any(seq.wants_embedding or seq.prompt_logprobs is not None for seq in prompts)
+        prompts = step.sequences[step.num_decodes :]  # mostly none
+        return bool(prompts) and any(seq.wants_embedding or seq.prompt_logprobs is not None for seq in prompts)
 
     def _score(self, seq: Sequence, start: int, end: int, first_row: int) -> None:
         """Scores the tokens that follow those at [start, end), whose hidden states begin at first_row. A token that was

@@ -18,18 +18,16 @@ class AdapterSlots:
         self._num_running: dict[bytes, int] = {}  # sequences that pin it
         self._writes: list[tuple[int, Adapter]] = []
 
-    def has_room(self, adapter: Adapter | None) -> bool:
+    def has_room(self, adapter: Adapter) -> bool:
         """Whether a sequence with this adapter may start: it has a slot, or one is free or not pinned."""
-        return adapter is None or adapter.digest in self._slots or len(self._num_running) < self.num_slots
+        return adapter.digest in self._slots or len(self._num_running) < self.num_slots
 
-    def slot(self, adapter: Adapter | None) -> int:
-        """Of a running sequence's adapter; -1: of none."""
-        return -1 if adapter is None else self._slots[adapter.digest]
+    def slot(self, adapter: Adapter) -> int:
+        """Of a running sequence's adapter."""
+        return self._slots[adapter.digest]
 
-    def pin(self, adapter: Adapter | None) -> None:
+    def pin(self, adapter: Adapter) -> None:
         """A sequence starts. There must be room."""
-        if adapter is None:
-            return
         if adapter.digest not in self._slots:
             slot = self._take_slot()
             self._slots[adapter.digest] = slot
@@ -43,10 +41,8 @@ class AdapterSlots:
         oldest = next(digest for digest in self._slots if digest not in self._num_running)
         return self._slots.pop(oldest)
 
-    def unpin(self, adapter: Adapter | None) -> None:
+    def unpin(self, adapter: Adapter) -> None:
         """It stops."""
-        if adapter is None:
-            return
         self._slots.move_to_end(adapter.digest)
         self._num_running[adapter.digest] -= 1
         if not self._num_running[adapter.digest]:

@@ -156,7 +156,8 @@ class Queues:
 
     def start(self, seq: Sequence) -> None:
         """Adds a sequence that has its pages to those that run. There must be room for its adapter."""
-        self.adapters.pin(seq.adapter)
+        if seq.adapter is not None:
+            self.adapters.pin(seq.adapter)
         self.running.append(seq)
         self.num_running[seq.call] += 1
         if seq.first_scheduled_time is None:
@@ -202,7 +203,8 @@ class Queues:
         return pairs
 
     def _stop(self, seq: Sequence) -> None:
-        self.adapters.unpin(seq.adapter)
+        if seq.adapter is not None:
+            self.adapters.unpin(seq.adapter)
         self.num_running[seq.call] -= 1
         if not self.num_running[seq.call]:
             del self.num_running[seq.call]

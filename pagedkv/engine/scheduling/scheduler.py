@@ -144,9 +144,12 @@ class Scheduler:
 
     def _find_adapters(self, step: Step) -> None:
         adapters = self.queues.adapters
+        if not adapters.num_slots:
+            return
         step.adapters = adapters.take_writes()
-        if adapters.num_slots and any(seq.adapter is not None for seq in step.sequences):
-            step.adapter_slots = [adapters.slot(seq.adapter) for seq in step.sequences]
+        its = [seq.adapter for seq in step.sequences]
+        if any(its):
+            step.adapter_slots = [-1 if adapter is None else adapters.slot(adapter) for adapter in its]
 
     def _schedule_prompts(self, step: Step, has_room: bool) -> None:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
@@ -222,7 +225,7 @@ class Scheduler:
         head = self.queues.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
-        if not self.queues.adapters.has_room(head.adapter):
+        if head.adapter is not None and not self.queues.adapters.has_room(head.adapter):
             return None
         self.queues.retire()
         if not self._lacks_place(head):

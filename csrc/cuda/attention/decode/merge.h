@@ -7,27 +7,7 @@
 #ifndef PK_CUDA_ATTENTION_MERGE_H
 #define PK_CUDA_ATTENTION_MERGE_H
 
-#include "cuda/attention/plan/plan.h"
-
-/* The query rows of a unit and head: which token and query head a row is. */
-struct decode_tile {
-    const pk_attention_args &args;
-    const decode_params &params;
-    attention_unit unit;
-    int head, rows_per_tile;
-
-    __device__ int num_rows() const
-    {
-        return min(rows_per_tile, unit.num_queries * params.group.divisor - unit.tile * rows_per_tile);
-    }
-    __device__ int query_of(int row) const { return params.group.divide(unit.tile * rows_per_tile + row); }
-    __device__ int q_head_of(int row) const
-    {
-        int group = params.group.divisor;
-        return head * group + unit.tile * rows_per_tile + row - query_of(row) * group;
-    }
-    __device__ int position_of(int row) const { return unit.context - unit.num_queries + query_of(row); }
-};
+#include "cuda/attention/decode/tile.h"
 
 template <typename Kind>
 __device__ static void write_row(const decode_tile &tile, int row, int dim, row_state state)

@@ -14,9 +14,11 @@
 
 #include "cuda/attention/plan/makespan.h"
 #include "cuda/attention/plan/plan.h"
+#include "cuda/divider.h"
 
-constexpr int UNIT_BUCKETS = 32;  /* of lengths: units of one are in no order */
-constexpr int FEWEST_KEYS = 1024; /* of a part, with num_splits; a power of two, as a step */
+constexpr int UNIT_BUCKETS = 32;          /* of lengths: units of one are in no order */
+constexpr int MOST_STEPS_TRIED = 1 << 20; /* of a sequence: up to there floats count parts exactly */
+constexpr int FEWEST_KEYS = 1024;         /* of a part, with num_splits; a power of two, as a step */
 
 /* Which sequences are cut, and how. */
 struct decode_cut {

@@ -178,15 +178,6 @@ static pk_status launch_plan(const pk_attention_args *args, const decode_shape &
                                 workspace, call.device->bad_id);
 }
 
-pk_status pk_cuda_count_units(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call,
-                              int64_t *num_units)
-{
-    decode_shape shape = {};
-    PK_TRY(pk_cuda_shape_decode(args, filter, call, &shape));
-    *num_units = shape.num_units;
-    return PK_OK;
-}
-
 pk_status pk_cuda_plan_decode(const pk_attention_args *args, row_filter filter, const pk_cuda_call &call)
 {
     decode_shape shape = {};

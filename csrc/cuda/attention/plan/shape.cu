@@ -21,13 +21,16 @@ static int64_t fill_tiles(const pk_attention_args *args, row_filter filter, deco
     return segments < most_segments ? segments : most_segments; /* few sequences are as long as the longest */
 }
 
-/* The largest CTAs that all run at once; but not where equal parts are few and of 8 rows: there is less to gain from fewer
- * parts than from CTAs that find room beside those of the products before and after. Where the smallest CTAs would leave
- * some of their first wave empty, those twice as large end sooner; but not with fp8, whose steps are twice as long, nor
- * where the table has room for a few steps only, because two waves start twice. Where the smallest do not all run at
- * once, SMs may be crowded: with as many as an even share is, but no more than fit. With num_splits the bits may not depend
- * on the batch, so the shape of a CTA may not, either; with batch_invariant they depend on order_warps instead. Returns the
- * places for them, per head. */
+/* How large CTAs are; returns the places for them, per head. They are the largest that all run at once, but:
+ *
+ * - not those of a whole SM, where equal parts are few and of 8 rows: fewer parts gain less than CTAs that find room
+ *   beside those of the products before and after.
+ * - Where the smallest would leave some of their first wave empty, those twice as large end sooner. Not with fp8, whose
+ *   steps are twice as long, nor where the table has room for a few steps only, because two waves start twice.
+ * - Where the smallest do not all run at once, SMs may be crowded: with as many as an even share is, if they fit.
+ *
+ * With num_splits the bits may not depend on the batch, so CTAs are always the smallest. With batch_invariant bits depend
+ * on order_warps instead. */
 static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, const pk_cuda_call &call,
                            decode_shape *shape)
 {
@@ -69,14 +72,6 @@ static int64_t choose_ctas(const pk_attention_args *args, int64_t segments, cons
     return slots;
 }
 
-/* Who merges parts: the CTA that comes last, up to MERGE_BATCH of each tile, and else a kernel of its own. */
-static void choose_merging(int64_t segments, int64_t slots, int64_t most_steps, decode_shape *shape)
-{
-    int64_t most_parts = slots / segments < most_steps ? slots / segments : most_steps; /* where all are as long */
-    bool is_alone = shape->filter.max_rows == INT64_MAX; /* no prefill, which starts beside decode, behind it */
-    shape->merges_apart = !shape->num_splits && is_alone && most_parts > MERGE_BATCH;
-}
-
 /* In steps of a CTA beside all others. */
 static void fill_costs(const pk_attention_args *args, decode_shape *shape)
 {
@@ -98,7 +93,10 @@ pk_status pk_cuda_shape_decode(const pk_attention_args *args, row_filter filter,
     int64_t heads = args->num_kv_heads, segments = fill_tiles(args, filter, shape);
     int64_t slots = choose_ctas(args, segments, call, shape);
     int64_t most_steps = pk_ceil_div(args->max_blocks_per_seq * args->block_size, shape->step);
-    choose_merging(segments, slots, most_steps, shape);
+    /* Who merges parts: the CTA that comes last, up to MERGE_BATCH of each tile where all are as long, and else a kernel
+     * of its own; but not ahead of prefill, which starts beside decode. */
+    shape->merges_apart = !shape->num_splits && filter.max_rows == INT64_MAX && most_steps > MERGE_BATCH &&
+                          slots / segments > MERGE_BATCH;
     /* Rows take time even where they are empty (decode/NOTES.md #69a). So there are few where a place's share of all
      * steps is too short for it to take a second unit. */
     const bool are_long_shares = segments > 1 && segments * most_steps >= FEWEST_STEPS_OF_SHARE * slots;

@@ -14,7 +14,6 @@ constexpr int LANES_AT_ONCE = 4; /* that a warp looks at one by one: what they h
 struct sequence_units {
     int num_tiles, num_parts, length, num_first, bucket_of_last;
 
-    sequence_units() = default;
     __device__ sequence_units(const decode_shape &shape, const decode_cut &cut, int seq, const planned_sequence &it)
     {
         num_tiles = it.num_tiles;
@@ -38,14 +37,6 @@ struct sequence_units {
         return unit;
     }
 };
-
-/* What a lane of the warp has. */
-template <typename T>
-__device__ static inline T of_lane(T it, int lane)
-{
-    for (int i = 0; i < (int)(sizeof(it) / sizeof(int)); i++) ((int *)&it)[i] = __shfl_sync(~0u, ((int *)&it)[i], lane);
-    return it;
-}
 
 /* A warp with a sequence a lane: its classes of lengths, and the cut. */
 __device__ static inline decode_cut cut_of_warp(const decode_shape &shape, const planned_sequence &it, int num_seqs)
@@ -93,7 +84,9 @@ __device__ static inline attention_unit find_unit(const decode_shape &shape, con
     const int owner = __ffs(__ballot_sync(~0u, is_first || is_last)) - 1;
     if (owner < 0) return {};
     const int its_number = is_first ? (int)among_first : units.num_first + (int)among_last;
-    return of_lane(units.unit_of(it, lane, its_number, left_before - num_left), owner);
+    attention_unit unit = units.unit_of(it, lane, its_number, left_before - num_left);
+    for (int i = 0; i < PLAN_COLUMNS; i++) ((int *)&unit)[i] = __shfl_sync(~0u, ((int *)&unit)[i], owner);
+    return unit;
 }
 
 /* A warp: the unit of that number of a batch without a plan. A lane has a sequence. */

@@ -1,7 +1,7 @@
 /* plan.cu - plans a step of Hopper's prefill attention, once for all layers: every warp works some
  * rows of the list out.
  */
-#include "cuda/attention/prefill/plan.h"
+#include "cuda/attention/prefill/prefill.h"
 
 enum { THREADS = 256 };
 

@@ -1,63 +1,14 @@
-/* prefill.h - what the two prefill kernels share: items of work, and the order in which CTAs take them.
+/* prefill.h - what a call of either prefill kernel works on: its items, and whether they are cut.
  *
  * An item is `positions` consecutive query tokens of one sequence times the query heads that share a KV head, so that K
  * and V are read once for the whole group and short sequences waste few rows. Every CTA works the list of items out for
- * itself from the lengths on the device, longest first, or reads it from a plan (plan.h). Nothing is planned on the host.
+ * itself from the lengths on the device, longest first, or reads it from a plan (queue.h). Nothing is planned on the host.
  */
 #ifndef PK_CUDA_ATTENTION_PREFILL_H
 #define PK_CUDA_ATTENTION_PREFILL_H
 
-#include "cuda/attention/prefill/schedule.h"
+#include "cuda/attention/prefill/queue.h"
 #include "cuda/thresholds.h"
-
-/* The items of a CTA, of a list that is worked out or planned: the first by its number, more by a counter. */
-template <typename List>
-struct prefill_queue {
-    List list;
-    bool is_first;
-
-    __device__ void start(const prefill_batch &batch)
-    {
-        list.start(batch);
-        is_first = true;
-    }
-
-    __device__ static unsigned int next_of(unsigned int *counter, bool takes)
-    {
-        return takes ? atomicAdd(counter, 1u) : __ldcg(counter);
-    }
-
-    /* To be called until there is none, once: then this CTA's part in the counters is done. may_take() says whether an
-     * item may be taken yet, after a short wait. Until then a list that is worked out is walked to the item that would
-     * be next now: the one that will be is no earlier. */
-    template <typename MayTake>
-    __device__ prefill_item take_next(const prefill_batch &batch, MayTake may_take)
-    {
-        int lane = threadIdx.x & 31;
-        prefill_item item;
-        bool is_taken;
-        do {
-            do is_taken = is_first || may_take();
-            while (!is_taken && !List::WALKS);
-            int index = (int)blockIdx.x;
-            if (!is_first)
-                index = (int)(gridDim.x + __shfl_sync(~0u, lane == 0 ? next_of(batch.counters, is_taken) : 0, 0));
-            is_first = false;
-            item = list.find(batch, index);
-        } while (!is_taken || item.part >= item.num_parts); /* it has fewer than its level says */
-        if (item.num_positions == 0 && lane == 0 && atomicInc(&batch.counters[1], gridDim.x - 1) == gridDim.x - 1)
-            batch.counters[0] = 0; /* the last CTA: atomicInc has put its own back */
-        return item;
-    }
-};
-
-/* At least so many prompts have max_seqlen_q tokens: if fewer had, all of them would not sum to num_tokens. One has, in
- * any case. */
-static inline int64_t surely_longest(const pk_attention_args &args)
-{
-    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1);
-    return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
-}
 
 /* An upper bound. A sequence has at most one item that is not full, and at most those that max_seqlen_q tokens make. */
 static inline int64_t most_items(const prefill_batch &batch)
@@ -135,6 +86,9 @@ static inline bool may_cut(const pk_attention_args &args, row_filter filter, int
     double cost_us = 2 * thresholds::START_US + thresholds::LEAVE_US + us_of_merging(args);
     return !args.num_splits && saved_us > 2 * cost_us;
 }
+
+/* Writes batch.plan. `cut_tile`: see prefill_schedule. */
+pk_status pk_cuda_list_prefill_items(const prefill_batch &batch, int cut_tile, const pk_cuda_call &call);
 
 /* A row of the table of either kernel. */
 using prefill_instance = pk_cuda_instance<pk_status(const prefill_batch &, const pk_cuda_call &)>;

@@ -210,6 +210,14 @@ bool pk_cuda_attention_prefill_sm90_applies(const pk_attention_args *args, const
            args->num_q_heads / args->num_kv_heads <= 128 && args->softmax_scale > 0 && !args->alibi_slopes;
 }
 
+/* At least so many prompts have max_seqlen_q tokens: if fewer had, all of them would not sum to num_tokens. One has, in
+ * any case. */
+static inline int64_t surely_longest(const pk_attention_args &args)
+{
+    int64_t longest = args.num_tokens - args.num_seqs * (args.max_seqlen_q - 1);
+    return longest < 1 ? 1 : longest < args.num_seqs ? longest : args.num_seqs;
+}
+
 /* With 64 dims the softmax takes as long as the products, and three warpgroups keep the two units busier than two. But
  * in items of 192 rows prompts of a few tiles see more keys for nothing, and there must be enough of them. Where shorter
  * items could be cut, they must also fill their waves: all of them, and those alone that surely are of the longest

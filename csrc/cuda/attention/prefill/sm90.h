@@ -4,7 +4,7 @@
 #ifndef PK_CUDA_ATTENTION_PREFILL_SM90_H
 #define PK_CUDA_ATTENTION_PREFILL_SM90_H
 
-#include "cuda/attention/prefill/plan.h"
+#include "cuda/attention/prefill/prefill.h"
 #include "cuda/sm90.h"
 
 enum { ITEM_SLOTS = 4 };

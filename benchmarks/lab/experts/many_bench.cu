@@ -1,0 +1,506 @@
+/* many_bench.cu - the products of many.h, in all their shapes, beside the library's: checks against float64 on routings with
+ * empty and full experts, the same bits twice, and times of each part and of the whole. Shapes of Qwen3-30B-A3B.
+ *
+ *     many_bench check            all checks
+ *     many_bench TOKENS...        times, and a layer of each kind against the library's
+ */
+#include "lab.h"
+#include "many.h"
+#include "many_lists.h"
+
+// --- the shapes that are compared
+
+struct variant {
+    const char *name;
+    int rows;
+    bool gathers;
+    int lag;
+    pk_status (*launch)(many_params &, int, const pk_cuda_call &);
+};
+template <typename shape>
+static constexpr variant variant_of(const char *name, int lag = 0)
+{
+    return {name, shape::ROWS, shape::GATHERS, lag, launch_many<bf16, shape>};
+}
+/* weight's rows x rows of x; "2 x": two tiles in turn. Where they share a tile: how many steps the second stays behind. */
+static const variant VARIANTS[] = {
+    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather"),
+    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather lag 2", 2),
+    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine"),
+    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine lag 2", 2),
+    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 cluster", 0),
+    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 cluster lag 2", 2),
+    variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather"),
+    variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather lag 1", 1),
+    variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine"),
+    variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine lag 1", 1),
+    variant_of<many_shape<2, 192, 3, false, false, 2>>("256x192 cluster"),
+    variant_of<many_shape<2, 192, 5, true, true>>("2 x 128x192 gather"),
+    variant_of<many_shape<2, 192, 5, true, false>>("2 x 128x192 engine"),
+    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 cluster"),
+    variant_of<many_shape<2, 128, 6, true, true>>("2 x 128x128 gather"),
+    variant_of<many_shape<2, 128, 6, true, false>>("2 x 128x128 engine"),
+    variant_of<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 cluster"),
+    variant_of<many_shape<2, 128, 4, false, true>>("256x128 gather"),
+    variant_of<many_shape<2, 128, 4, false, false>>("256x128 engine"),
+};
+
+// --- a layer
+
+static int hidden = 2048, width = 768, num_experts = 128, chosen = 8; /* width: of an expert */
+struct layer {
+    bf16 *up, *down;
+    float *logits, *weights;
+    int32_t *experts;
+};
+static layer layers[LAYERS];
+static bf16 *x, *x_ordered, *act, *products, *residual;
+static char *lists_memory;
+
+/* Where the rows of a product come from: tokens or pairs, or rows in the order of the lists. */
+static pk_expert_linear_args up_args(int T, const layer &its, bool x_is_ordered, bool out_is_ordered)
+{
+    pk_expert_linear_args args = {};
+    args.linear.x = {x_is_ordered ? x_ordered : x, T, hidden, PK_BF16};
+    args.linear.weight = {its.up, 2 * width, hidden, hidden, PK_BF16, true};
+    args.linear.weight.of_experts.data = (int64_t)2 * width * hidden;
+    args.linear.epilogue.is_gated = true;
+    args.linear.epilogue.out = act, args.linear.epilogue.out_stride = (int64_t)chosen * width;
+    args.linear.epilogue.out_dtype = PK_BF16;
+    args.num_experts = num_experts, args.num_chosen = chosen, args.out_pair_stride = width;
+    args.x_pair_stride = x_is_ordered ? hidden : 0;
+    args.experts = its.experts;
+    (void)out_is_ordered;
+    return args;
+}
+static pk_expert_linear_args down_args(int T, const layer &its)
+{
+    pk_expert_linear_args args = {};
+    args.linear.x = {act, T, (int64_t)chosen * width, PK_BF16};
+    args.linear.weight = {its.down, hidden, width, width, PK_BF16, true};
+    args.linear.weight.of_experts.data = (int64_t)hidden * width;
+    args.linear.epilogue.adds_to_out = true;
+    args.linear.epilogue.out = residual, args.linear.epilogue.out_stride = hidden;
+    args.linear.epilogue.out_dtype = PK_BF16;
+    args.num_experts = num_experts, args.num_chosen = chosen, args.x_pair_stride = width;
+    args.experts = its.experts, args.weights = its.weights, args.experts_are_constant = true;
+    return args;
+}
+
+/* One kind of a layer: the variants of both products, and who brings x's rows to the first. */
+struct kind {
+    const variant *up, *down;
+    const char *name() const
+    {
+        return !up->gathers ? "copied rows, engine" : down->gathers ? "gathered, gathered" : "gathered, engine";
+    }
+};
+struct parts {
+    const kind &its;
+    int T;
+    const layer &of;
+    pk_error err = {};
+    pk_cuda_call call{{PK_CUDA, 0}, stream, &err};
+
+    many_lists lists() const
+    {
+        const pk_expert_linear_args args = up_args(T, of, false, false);
+        return many_lists_in(lists_memory, &args, its.up->rows);
+    }
+    void list()
+    {
+        const pk_expert_linear_args args = up_args(T, of, false, false);
+        list_many(&args, lists(), call);
+    }
+    void gather()
+    {
+        const pk_expert_linear_args args = up_args(T, of, false, false);
+        pk_cuda_launch_early(call, "expert_gather_kernel", expert_gather_kernel<bf16>,
+                             pk_cuda_grid(pk_ceil_div(pk_num_pairs(&args), 8)), dim3(256), 0, args, lists().lists.order,
+                             x_ordered);
+    }
+    void launch(const variant &of_product, many_params &params)
+    {
+        params.lists = lists().lists;
+        params.lag = of_product.lag;
+        of_product.launch(params, call.device->num_sms, call);
+    }
+    void up()
+    {
+        many_params params = {};
+        params.args = up_args(T, of, !its.up->gathers, !its.down->gathers);
+        params.out_is_ordered = !its.down->gathers;
+        launch(*its.up, params);
+    }
+    void down()
+    {
+        many_params params = {};
+        params.args = down_args(T, of);
+        params.args.weights = nullptr;
+        params.args.linear.epilogue = {};
+        params.args.linear.epilogue.out = products, params.args.linear.epilogue.out_dtype = PK_BF16;
+        params.args.linear.epilogue.out_stride = (int64_t)chosen * hidden, params.args.out_pair_stride = hidden;
+        launch(*its.down, params);
+    }
+    void sum()
+    {
+        dim3 grid = pk_cuda_grid(T);
+        grid.y = (unsigned)pk_ceil_div(hidden, 2048);
+        pk_cuda_launch_early(call, "expert_sum_8_kernel", expert_sum_8_kernel<bf16>, grid, dim3(256), 0, down_args(T, of),
+                             products);
+    }
+    void all()
+    {
+        list();
+        if (!its.up->gathers) gather();
+        up(), down(), sum();
+    }
+};
+static void by_library(const pk_expert_linear_args &args)
+{
+    pk_error err;
+    const pk_cuda_call call({PK_CUDA, 0}, stream, &err);
+    pk_cuda_expert_linear(&args, call);
+}
+
+// --- what is right, in float64: a warp an output
+
+__global__ void right_up_kernel(const bf16 *x, const bf16 *weight, const int32_t *experts, double *to, int hidden, int width,
+                                int num_experts, int chosen, int64_t count)
+{
+    const int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, pair = at / width, output = at % width;
+    if (at >= count) return;
+    const int expert = experts[pair];
+    double gate = 0, up = 0;
+    if (expert >= 0 && expert < num_experts)
+        for (int k = threadIdx.x % 32; k < hidden; k += 32) {
+            const double its = pk_to_float(x[pair / chosen * hidden + k]);
+            const bf16 *row = weight + ((int64_t)expert * 2 * width + output) * hidden + k;
+            gate += its * pk_to_float(row[0]), up += its * pk_to_float(row[(int64_t)width * hidden]);
+        }
+    for (int i = 16; i > 0; i /= 2) gate += __shfl_xor_sync(~0u, gate, i), up += __shfl_xor_sync(~0u, up, i);
+    if (threadIdx.x % 32 == 0) to[at] = gate / (1 + exp(-gate)) * up;
+}
+/* act: by pairs. */
+__global__ void right_down_kernel(const bf16 *act, const bf16 *weight, const int32_t *experts, const float *weights,
+                                  const bf16 *before, double *to, int hidden, int width, int num_experts, int chosen,
+                                  int64_t count)
+{
+    const int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, token = at / hidden, output = at % hidden;
+    if (at >= count) return;
+    double total = 0;
+    for (int64_t pair = token * chosen; pair < (token + 1) * chosen; pair++) {
+        const int expert = experts[pair];
+        if (expert < 0 || expert >= num_experts) continue;
+        double sum = 0;
+        for (int k = threadIdx.x % 32; k < width; k += 32)
+            sum += (double)pk_to_float(act[pair * width + k]) *
+                   pk_to_float(weight[((int64_t)expert * hidden + output) * width + k]);
+        total += weights[pair] * sum;
+    }
+    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    if (threadIdx.x % 32 == 0) to[at] = total + pk_to_float(before[at]);
+}
+__global__ void by_pairs_kernel(const bf16 *ordered, const int32_t *order, bf16 *to, int width)
+{
+    for (int i = threadIdx.x; i < width; i += blockDim.x)
+        to[(int64_t)order[blockIdx.x] * width + i] = ordered[(int64_t)blockIdx.x * width + i];
+}
+/* NaN in all shared memory. */
+__global__ void spoil_kernel(int words)
+{
+    extern __shared__ uint32_t memory[];
+    for (int i = threadIdx.x; i < words; i += blockDim.x) ((volatile uint32_t *)memory)[i] = ~0u;
+}
+static void spoil()
+{
+    OK(cudaFuncSetAttribute(spoil_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_SMEM));
+    spoil_kernel<<<132 * 4, 256, MANY_SMEM, stream>>>(MANY_SMEM / 4);
+    OK(cudaGetLastError());
+}
+/* The worst error of an output, as a part of its size and a third of the root mean square. */
+static double worst_error(const std::vector<float> &got, const std::vector<double> &right)
+{
+    double square = 0, worst = 0;
+    for (double each : right) square += each * each;
+    const double rms = sqrt(square / (double)right.size()) + 1e-30;
+    for (size_t i = 0; i < got.size(); i++) {
+        const double error = fabs(got[i] - right[i]) / (fabs(right[i]) + rms / 3);
+        if (!(error <= worst)) worst = error; /* NaN, too */
+    }
+    return worst;
+}
+
+// --- checks
+
+struct routing {
+    const char *name;
+    std::vector<int32_t> ids;
+};
+static uint32_t state = 12345;
+static uint32_t next_random() { return (state = state * 1664525u + 1013904223u) >> 8; }
+/* So many pairs of each expert, shuffled. */
+static std::vector<int32_t> shuffled(const std::vector<int> &counts)
+{
+    std::vector<int32_t> ids;
+    for (size_t e = 0; e < counts.size(); e++) ids.insert(ids.end(), (size_t)counts[e], (int32_t)e);
+    while (ids.size() % (size_t)chosen) ids.push_back((int32_t)(ids.size() % counts.size()));
+    for (size_t i = ids.size(); i > 1; i--) std::swap(ids[i - 1], ids[next_random() % i]);
+    return ids;
+}
+static bool are_lists_right(const many_lists &lists, const std::vector<int32_t> &ids, int most)
+{
+    const int pairs = (int)ids.size();
+    std::vector<int> kinds(ids.begin(), ids.end()), right((size_t)pairs);
+    for (int &each : kinds)
+        if (each < 0 || each >= num_experts) each = num_experts;
+    for (int i = 0; i < pairs; i++) right[(size_t)i] = i;
+    std::stable_sort(right.begin(), right.end(), [&](int a, int b) { return kinds[(size_t)a] < kinds[(size_t)b]; });
+    std::vector<int32_t> order((size_t)pairs);
+    int num_groups = 0;
+    OK(cudaMemcpy(order.data(), lists.lists.order, (size_t)pairs * 4, cudaMemcpyDeviceToHost));
+    OK(cudaMemcpy(&num_groups, lists.lists.num_groups, 4, cudaMemcpyDeviceToHost));
+    if (order != right || num_groups < 0 || num_groups > many_most_groups(pairs, num_experts, most)) return false;
+    std::vector<pk_expert_group> groups((size_t)num_groups);
+    OK(cudaMemcpy(groups.data(), lists.lists.groups, groups.size() * sizeof groups[0], cudaMemcpyDeviceToHost));
+    int next = 0;
+    for (const pk_expert_group &each : groups) {
+        if (each.first != next || each.count < 1 || each.count > most) return false;
+        for (int i = 0; i < each.count; i++)
+            if (kinds[(size_t)right[(size_t)(next + i)]] != each.expert) return false;
+        next += each.count;
+    }
+    return next == pairs;
+}
+
+struct right_answers {
+    std::vector<double> act;
+    bf16 *before;
+    double *made; /* on the device */
+};
+/* A layer of one kind; false where anything is wrong. */
+static bool check_kind(const kind &its, const routing &route, const right_answers &right)
+{
+    const layer &of = layers[1];
+    const int pairs = (int)route.ids.size(), T = pairs / chosen;
+    const int64_t acts = (int64_t)pairs * width, outs = (int64_t)T * hidden;
+    parts all = {its, T, of};
+    bf16 *by_pairs = made<bf16>(acts, 1, 5);
+    std::vector<float> act_of[2], out_of[2];
+    bool are_listed = true;
+    for (int run = 0; run < 2; run++) {
+        OK(cudaMemsetAsync(act, 0xff, (size_t)acts * 2, stream));
+        OK(cudaMemsetAsync(products, 0xff, (size_t)pairs * hidden * 2, stream));
+        OK(cudaMemsetAsync(x_ordered, 0xff, (size_t)pairs * hidden * 2, stream));
+        OK(cudaMemcpyAsync(residual, right.before, (size_t)outs * 2, cudaMemcpyDeviceToDevice, stream));
+        all.list();
+        if (!its.up->gathers) all.gather();
+        spoil(), all.up(), spoil(), all.down(), all.sum();
+        OK(cudaStreamSynchronize(stream));
+        are_listed = are_listed && are_lists_right(all.lists(), route.ids, its.up->rows);
+        if (its.down->gathers)
+            OK(cudaMemcpy(by_pairs, act, (size_t)acts * 2, cudaMemcpyDeviceToDevice));
+        else
+            by_pairs_kernel<<<pairs, 256>>>(act, all.lists().lists.order, by_pairs, width);
+        OK(cudaDeviceSynchronize());
+        act_of[run] = taken(by_pairs, acts), out_of[run] = taken(residual, outs);
+    }
+    right_down_kernel<<<(unsigned)pk_ceil_div(outs, 8), 256>>>(by_pairs, of.down, of.experts, of.weights, right.before,
+                                                               right.made, hidden, width, num_experts, chosen, outs);
+    std::vector<double> right_out((size_t)outs);
+    OK(cudaMemcpy(right_out.data(), right.made, (size_t)outs * 8, cudaMemcpyDeviceToHost));
+    const double a = worst_error(act_of[0], right.act), b = worst_error(out_of[0], right_out);
+    const bool same = !memcmp(act_of[0].data(), act_of[1].data(), act_of[0].size() * 4) &&
+                      !memcmp(out_of[0].data(), out_of[1].data(), out_of[0].size() * 4);
+    const bool good = a < 0.05 && b < 0.05 && same && are_listed;
+    cudaFree(by_pairs);
+    if (!good)
+        printf("WRONG %s: %s / %s (%s): lists %d act %.2e out %.2e same %d\n", route.name, its.up->name, its.down->name,
+               its.name(), are_listed, a, b, same);
+    return good;
+}
+/* Of the products in all kinds that have their rows. */
+static std::vector<kind> all_kinds()
+{
+    std::vector<kind> kinds;
+    for (const variant &up : VARIANTS)
+        for (const variant &down : VARIANTS) {
+            const bool is_own = &up == &down, is_mixed = up.gathers && !down.gathers && up.rows == down.rows;
+            if (is_own || is_mixed) kinds.push_back({&up, &down});
+        }
+    return kinds;
+}
+static bool check_routing(const routing &route)
+{
+    const layer &of = layers[1];
+    const int pairs = (int)route.ids.size(), T = pairs / chosen;
+    const int64_t acts = (int64_t)pairs * width, outs = (int64_t)T * hidden;
+    OK(cudaMemcpy(of.experts, route.ids.data(), route.ids.size() * 4, cudaMemcpyHostToDevice));
+    right_answers right = {std::vector<double>((size_t)acts), made<bf16>(outs, 1, 99), nullptr};
+    OK(cudaMalloc(&right.made, (size_t)std::max(acts, outs) * 8));
+    right_up_kernel<<<(unsigned)pk_ceil_div(acts, 8), 256>>>(x, of.up, of.experts, right.made, hidden, width, num_experts,
+                                                             chosen, acts);
+    OK(cudaMemcpy(right.act.data(), right.made, (size_t)acts * 8, cudaMemcpyDeviceToHost));
+    int wrong = 0, count = 0;
+    for (const kind &its : all_kinds()) wrong += !check_kind(its, route, right), count++;
+    cudaFree(right.before), cudaFree(right.made);
+    printf("check %d -> 2 x %d, %d experts, %d a token, %-12s %5d tokens: %d of %d kinds right\n", hidden, width, num_experts,
+           chosen, route.name, T, count - wrong, count);
+    fflush(stdout);
+    return wrong == 0;
+}
+
+/* Memory for T tokens. */
+static void make_layers(int T, int num_layers)
+{
+    const int64_t pairs = (int64_t)T * chosen;
+    auto release = [](auto *&pointer) { cudaFree(pointer), pointer = nullptr; };
+    release(x), release(x_ordered), release(act), release(products), release(residual), release(lists_memory);
+    x = made<bf16>((int64_t)T * hidden, 1, 1), residual = made<bf16>((int64_t)T * hidden, 1, 3);
+    act = made<bf16>(pairs * width, 1, 2), products = made<bf16>(pairs * hidden, 1, 4);
+    x_ordered = made<bf16>(pairs * hidden, 1, 6);
+    const pk_expert_linear_args args = up_args(T, layers[0], false, false);
+    OK(cudaMalloc(&lists_memory, (size_t)many_lists_bytes(&args, MANY_STEP)));
+    for (int i = 0; i < num_layers; i++) {
+        layer &its = layers[i];
+        release(its.up), release(its.down), release(its.logits), release(its.weights), release(its.experts);
+        its.up = made<bf16>((int64_t)num_experts * 2 * width * hidden, 1 / sqrtf((float)hidden), 20 + i);
+        its.down = made<bf16>((int64_t)num_experts * hidden * width, 1 / sqrtf((float)width), 30 + i);
+        its.logits = made<float>((int64_t)T * num_experts, 1, 40 + i), its.weights = made<float>(pairs, 0.3f, 50 + i);
+        OK(cudaMalloc(&its.experts, (size_t)pairs * 4));
+    }
+    OK(cudaDeviceSynchronize());
+}
+static bool check_all()
+{
+    bool good = true;
+    hidden = 208, width = 40, num_experts = 5, chosen = 3; /* nothing divides evenly */
+    make_layers(2048, 2);
+    for (const std::vector<int> &counts : std::vector<std::vector<int>>{
+             {1, 0, 17, 129, 300}, {0, 0, 0, 0, 2001}, {3, 0, 0, 0, 0}, {191, 192, 193, 385, 256}, {257, 513, 16, 15, 128}})
+        good = check_routing({"counts", shuffled(counts)}) && good;
+    std::vector<int32_t> bad = shuffled({40, 41, 42, 43, 44});
+    bad[0] = -1, bad[7] = 5, bad[100] = INT32_MAX;
+    good = check_routing({"bad ids", bad}) && good;
+    hidden = 2048, width = 768, num_experts = 128, chosen = 8;
+    make_layers(2048, 2);
+    std::vector<int> counts(128), one(128);
+    const int some[] = {0, 1, 17, 127, 129, 300, 0, 64, 65, 200, 256, 257};
+    for (int e = 0; e < 48; e++) counts[(size_t)e * 2 + 31] = some[e % 12];
+    one[77] = 3000;
+    good = check_routing({"mixed", shuffled(counts)}) && check_routing({"one expert", shuffled(one)}) && good;
+    for (int T : {300, 2048}) { /* uniform */
+        std::vector<int32_t> ids((size_t)(T * chosen));
+        for (int32_t &id : ids) id = (int32_t)(next_random() % 128);
+        good = check_routing({"uniform", ids}) && good;
+    }
+    printf(good ? "ALL CHECKS RIGHT\n" : "SOMETHING IS WRONG\n");
+    fflush(stdout);
+    return good;
+}
+
+// --- times
+
+__global__ void difference_kernel(const bf16 *a, const bf16 *b, int64_t count, double *sums)
+{
+    double wrong = 0, norm = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+        const double right = pk_to_float(b[i]), error = pk_to_float(a[i]) - right;
+        wrong += error * error, norm += right * right;
+    }
+    atomicAdd(&sums[0], wrong), atomicAdd(&sums[1], norm);
+}
+/* The layer of a kind against the library's, by norm. */
+static double difference(const kind &its, int T)
+{
+    const int64_t outs = (int64_t)T * hidden;
+    bf16 *library = made<bf16>(outs, 1, 9);
+    double *sums, its_sums[2];
+    OK(cudaMalloc(&sums, 16));
+    OK(cudaMemset(sums, 0, 16));
+    for (int turn = 0; turn < 2; turn++) {
+        OK(cudaDeviceSynchronize());
+        OK(cudaMemset(residual, 0, (size_t)outs * 2));
+        OK(cudaDeviceSynchronize());
+        if (turn == 0)
+            by_library(up_args(T, layers[1], false, false)), by_library(down_args(T, layers[1]));
+        else
+            parts{its, T, layers[1]}.all();
+        OK(cudaStreamSynchronize(stream));
+        if (turn == 0) OK(cudaMemcpy(library, residual, (size_t)outs * 2, cudaMemcpyDeviceToDevice));
+    }
+    difference_kernel<<<1024, 256>>>(residual, library, outs, sums);
+    OK(cudaMemcpy(its_sums, sums, 16, cudaMemcpyDeviceToHost));
+    cudaFree(library), cudaFree(sums);
+    return sqrt(its_sums[0] / its_sums[1]);
+}
+static void time_tokens(int T)
+{
+    for (int i = 0; i < LAYERS; i++) {
+        pk_error err;
+        const pk_cuda_call call({PK_CUDA, 0}, stream, &err);
+        const pk_route_args args = {layers[i].logits, layers[i].experts, layers[i].weights, T, num_experts, chosen,
+                                    num_experts,      true,              PK_F32};
+        pk_cuda_route_experts(&args, call);
+    }
+    OK(cudaStreamSynchronize(stream));
+    const double pairs = (double)T * chosen, up_flop = pairs * 4 * width * hidden, down_flop = up_flop / 2;
+    const float up = timed([&](int i) { by_library(up_args(T, layers[i], false, false)); });
+    const float down = timed([&](int i) { by_library(down_args(T, layers[i])); });
+    const float both = timed([&](int i) {
+        by_library(up_args(T, layers[i], false, false)), by_library(down_args(T, layers[i]));
+    });
+    printf("%5d tokens, library (each product lists by itself): up %7.1f down+sum %7.1f both %7.1f us\n", T, up, down, both);
+    const kind first = {&VARIANTS[0], &VARIANTS[0]};
+    auto time_part = [&](const kind &its, void (parts::*part)()) {
+        return timed([&](int i) {
+            parts all = {its, T, layers[i]};
+            (all.*part)();
+        });
+    };
+    printf("%5d tokens, lists %.1f, x's rows copied %.1f, sum %.1f us\n", T, time_part(first, &parts::list),
+           time_part(first, &parts::gather), time_part(first, &parts::sum));
+    fflush(stdout);
+    struct timed_variant {
+        float up, down;
+    };
+    std::vector<timed_variant> of;
+    for (const variant &each : VARIANTS) {
+        const kind its = {&each, &each};
+        for (int i = 0; i < LAYERS; i++) parts{its, T, layers[1]}.list(); /* of one layer, for all weights */
+        const float its_up = timed([&](int i) { parts all = {its, T, layers[i]}; all.up(); });
+        const float its_down = timed([&](int i) { parts all = {its, T, layers[i]}; all.down(); });
+        of.push_back({its_up, its_down});
+        printf("%5d tokens, %-24s up %7.1f us %4.0f TFLOP/s  down %7.1f us %4.0f TFLOP/s\n", T, each.name, its_up,
+               up_flop / its_up / 1e6, its_down, down_flop / its_down / 1e6);
+        fflush(stdout);
+    }
+    for (int rows : {128, 192, 256})
+        for (int way = 0; way < 3; way++) { /* the best of those that fit */
+            kind best = {};
+            const int count = (int)of.size();
+            for (int i = 0; i < count; i++) {
+                const variant &each = VARIANTS[i];
+                if (each.rows != rows) continue;
+                if (each.gathers == (way > 0) && (!best.up || of[(size_t)i].up < of[(size_t)(best.up - VARIANTS)].up))
+                    best.up = &each;
+                if (each.gathers == (way > 1) && (!best.down || of[(size_t)i].down < of[(size_t)(best.down - VARIANTS)].down))
+                    best.down = &each;
+            }
+            const float us = time_part(best, &parts::all);
+            printf("%5d tokens, a layer of %-20s %-22s / %-22s: %7.1f us; the library %7.1f; differs by %.1e\n", T, best.name(),
+                   best.up->name, best.down->name, us, both, difference(best, T));
+            fflush(stdout);
+        }
+}
+
+int main(int argc, char **argv)
+{
+    OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    if (argc == 2 && !strcmp(argv[1], "check")) return check_all() ? 0 : 1;
+    std::vector<int> tokens;
+    for (int i = 1; i < argc; i++) tokens.push_back(atoi(argv[i]));
+    make_layers(*std::max_element(tokens.begin(), tokens.end()), LAYERS);
+    for (int T : tokens) time_tokens(T);
+    return 0;
+}

@@ -45,6 +45,15 @@ __device__ __forceinline__ void copy_2d_to_all(uint32_t smem, const CUtensorMap 
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"((uint16_t)((1 << num_ctas) - 1))
         : "memory");
 }
+__device__ __forceinline__ void copy_5d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
+                                               int c2, int c3, int c4, int num_ctas)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"((uint16_t)((1 << num_ctas) - 1))
+        : "memory");
+}
 __device__ __forceinline__ void barrier_arrive_in(int rank, uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier))
@@ -94,11 +103,11 @@ struct many_cta {
     }
     __device__ __forceinline__ void find_tiles()
     {
-        num_tiles = many_tiles(*params.lists.num_groups, params.num_blocks, CLUSTER);
+        num_tiles = many_tiles<shape>(*params.lists.num_groups, params.num_blocks);
     }
     __device__ __forceinline__ many_place place_of(int tile) const
     {
-        return many_place_of(tile, params.num_blocks, CLUSTER, rank);
+        return many_place_of<shape>(tile, params.num_blocks, rank);
     }
     __device__ __forceinline__ int64_t offset_of(int pair, int64_t stride, int64_t pair_stride) const
     {
@@ -110,8 +119,13 @@ struct many_cta {
 
     __device__ __forceinline__ void copy_weight(int expert, int block, int step, int stage) const
     {
-        copy_5d(ring + stage * shape::STAGE_BYTES + shape::X_BYTES, &params.weight_map, smem_address(&shared.full[stage]),
-                step * MANY_LINE, 0, 0, block * (shape::TILE / 16), expert);
+        const uint32_t to = ring + stage * shape::STAGE_BYTES + shape::X_BYTES, barrier = smem_address(&shared.full[stage]);
+        const int first = block * (shape::TILE / 16);
+        if (shape::GROUPS_TOGETHER == 1)
+            copy_5d(to, &params.weight_map, barrier, step * MANY_LINE, 0, 0, first, expert);
+        else
+            copy_5d_to_all(to + rank * (shape::WEIGHT_BYTES / CLUSTER), &params.weight_map, barrier, step * MANY_LINE, 0, 0,
+                           first + rank * (shape::TILE / 16 / CLUSTER), expert, CLUSTER);
     }
     /* All the work of the thread that starts the engine. */
     __device__ __forceinline__ void copy_all() const
@@ -371,7 +385,7 @@ static pk_status launch_many(many_params &params, int num_ctas, const pk_cuda_ca
     const int64_t sizes[] = {weight.in_features, 8, 2, weight.out_features / 16, args->num_experts};
     const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
                                weight.of_experts.data};
-    const int box[] = {MANY_LINE, 8, 2, shape::TILE / 16, 1};
+    const int box[] = {MANY_LINE, 8, 2, shape::TILE / 16 / shape::GROUPS_TOGETHER, 1};
     PK_TRY(pk_cuda_tensor_map(&params.weight_map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, call.err));
     for (int i = 0; i < MANY_SIZES && !shape::GATHERS; i++) {
         const int64_t x_sizes[] = {weight.in_features, pk_num_pairs(args)}, x_strides[] = {1, args->x_pair_stride};

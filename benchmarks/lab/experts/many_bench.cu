@@ -1,8 +1,10 @@
 /* many_bench.cu - the products of many.h, in all their shapes, beside the library's: checks against float64 on routings with
  * empty and full experts, the same bits twice, and times of each part and of the whole. Shapes of Qwen3-30B-A3B.
  *
- *     many_bench check            all checks
- *     many_bench TOKENS...        times, and a layer of each kind against the library's
+ *     many_bench [only=NAME...] check       all checks; "mixed": the kinds whose second product alone has rows in order
+ *     many_bench [only=NAME...] TOKENS...   times, and a layer of each kind against the library's
+ *
+ * only: of the variants whose names have that in them; each a process of its own, as one that hangs takes the others with it.
  */
 #include "lab.h"
 #include "many.h"
@@ -12,7 +14,7 @@
 
 struct variant {
     const char *name;
-    int rows;
+    int rows, together;
     bool gathers;
     int lag;
     pk_status (*launch)(many_params &, int, const pk_cuda_call &);
@@ -20,30 +22,43 @@ struct variant {
 template <typename shape>
 static constexpr variant variant_of(const char *name, int lag = 0)
 {
-    return {name, shape::ROWS, shape::GATHERS, lag, launch_many<bf16, shape>};
+    return {name, shape::ROWS, shape::GROUPS_TOGETHER, shape::GATHERS, lag, launch_many<bf16, shape>};
 }
 /* weight's rows x rows of x; "2 x": two tiles in turn. Where they share a tile: how many steps the second stays behind. */
 static const variant VARIANTS[] = {
     variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather"),
+    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather lag 1", 1),
     variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather lag 2", 2),
+    variant_of<many_shape<1, 256, 4, false, true, 2>>("128x256 gather cluster"),
+    variant_of<many_shape<1, 256, 4, false, true, 2>>("128x256 gather cluster lag 1", 1),
     variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine"),
-    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine lag 2", 2),
-    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 cluster", 0),
-    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 cluster lag 2", 2),
+    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine lag 1", 1),
+    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 engine cluster"),
+    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 engine cluster lag 1", 1),
     variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather"),
     variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather lag 1", 1),
+    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 gather cluster"),
+    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 gather cluster lag 1", 1),
     variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine"),
     variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine lag 1", 1),
-    variant_of<many_shape<2, 192, 3, false, false, 2>>("256x192 cluster"),
+    variant_of<many_shape<2, 192, 3, false, false, 2>>("256x192 engine cluster"),
     variant_of<many_shape<2, 192, 5, true, true>>("2 x 128x192 gather"),
+    variant_of<many_shape<2, 192, 5, true, true, 2>>("2 x 128x192 gather cluster"),
     variant_of<many_shape<2, 192, 5, true, false>>("2 x 128x192 engine"),
-    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 cluster"),
+    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 engine cluster"),
     variant_of<many_shape<2, 128, 6, true, true>>("2 x 128x128 gather"),
-    variant_of<many_shape<2, 128, 6, true, false>>("2 x 128x128 engine"),
-    variant_of<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 cluster"),
+    variant_of<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 engine cluster"),
     variant_of<many_shape<2, 128, 4, false, true>>("256x128 gather"),
     variant_of<many_shape<2, 128, 4, false, false>>("256x128 engine"),
 };
+
+static std::vector<const char *> only;
+static bool is_asked(const char *name)
+{
+    bool is_named = only.empty();
+    for (const char *each : only) is_named |= strstr(name, each) != nullptr;
+    return is_named;
+}
 
 // --- a layer
 
@@ -58,7 +73,7 @@ static bf16 *x, *x_ordered, *act, *products, *residual;
 static char *lists_memory;
 
 /* Where the rows of a product come from: tokens or pairs, or rows in the order of the lists. */
-static pk_expert_linear_args up_args(int T, const layer &its, bool x_is_ordered, bool out_is_ordered)
+static pk_expert_linear_args up_args(int T, const layer &its, bool x_is_ordered = false)
 {
     pk_expert_linear_args args = {};
     args.linear.x = {x_is_ordered ? x_ordered : x, T, hidden, PK_BF16};
@@ -70,7 +85,6 @@ static pk_expert_linear_args up_args(int T, const layer &its, bool x_is_ordered,
     args.num_experts = num_experts, args.num_chosen = chosen, args.out_pair_stride = width;
     args.x_pair_stride = x_is_ordered ? hidden : 0;
     args.experts = its.experts;
-    (void)out_is_ordered;
     return args;
 }
 static pk_expert_linear_args down_args(int T, const layer &its)
@@ -104,17 +118,17 @@ struct parts {
 
     many_lists lists() const
     {
-        const pk_expert_linear_args args = up_args(T, of, false, false);
-        return many_lists_in(lists_memory, &args, its.up->rows);
+        const pk_expert_linear_args args = up_args(T, of);
+        return many_lists_in(lists_memory, &args, its.up->rows, its.up->together);
     }
     void list()
     {
-        const pk_expert_linear_args args = up_args(T, of, false, false);
+        const pk_expert_linear_args args = up_args(T, of);
         list_many(&args, lists(), call);
     }
     void gather()
     {
-        const pk_expert_linear_args args = up_args(T, of, false, false);
+        const pk_expert_linear_args args = up_args(T, of);
         pk_cuda_launch_early(call, "expert_gather_kernel", expert_gather_kernel<bf16>,
                              pk_cuda_grid(pk_ceil_div(pk_num_pairs(&args), 8)), dim3(256), 0, args, lists().lists.order,
                              x_ordered);
@@ -128,7 +142,7 @@ struct parts {
     void up()
     {
         many_params params = {};
-        params.args = up_args(T, of, !its.up->gathers, !its.down->gathers);
+        params.args = up_args(T, of, !its.up->gathers);
         params.out_is_ordered = !its.down->gathers;
         launch(*its.up, params);
     }
@@ -260,11 +274,12 @@ static bool are_lists_right(const many_lists &lists, const std::vector<int32_t> 
     int num_groups = 0;
     OK(cudaMemcpy(order.data(), lists.lists.order, (size_t)pairs * 4, cudaMemcpyDeviceToHost));
     OK(cudaMemcpy(&num_groups, lists.lists.num_groups, 4, cudaMemcpyDeviceToHost));
-    if (order != right || num_groups < 0 || num_groups > many_most_groups(pairs, num_experts, most)) return false;
+    if (order != right || num_groups < 0 || num_groups > many_most_groups(pairs, num_experts, most, lists.together)) return false;
     std::vector<pk_expert_group> groups((size_t)num_groups);
     OK(cudaMemcpy(groups.data(), lists.lists.groups, groups.size() * sizeof groups[0], cudaMemcpyDeviceToHost));
     int next = 0;
     for (const pk_expert_group &each : groups) {
+        if (each.count == 0 && lists.together > 1) continue;
         if (each.first != next || each.count < 1 || each.count > most) return false;
         for (int i = 0; i < each.count; i++)
             if (kinds[(size_t)right[(size_t)(next + i)]] != each.expert) return false;
@@ -325,8 +340,8 @@ static std::vector<kind> all_kinds()
     std::vector<kind> kinds;
     for (const variant &up : VARIANTS)
         for (const variant &down : VARIANTS) {
-            const bool is_own = &up == &down, is_mixed = up.gathers && !down.gathers && up.rows == down.rows;
-            if (is_own || is_mixed) kinds.push_back({&up, &down});
+            const bool is_mixed = up.gathers && !down.gathers && up.rows == down.rows;
+            if (&up == &down ? is_asked(up.name) : is_mixed && is_asked("mixed")) kinds.push_back({&up, &down});
         }
     return kinds;
 }
@@ -359,8 +374,8 @@ static void make_layers(int T, int num_layers)
     x = made<bf16>((int64_t)T * hidden, 1, 1), residual = made<bf16>((int64_t)T * hidden, 1, 3);
     act = made<bf16>(pairs * width, 1, 2), products = made<bf16>(pairs * hidden, 1, 4);
     x_ordered = made<bf16>(pairs * hidden, 1, 6);
-    const pk_expert_linear_args args = up_args(T, layers[0], false, false);
-    OK(cudaMalloc(&lists_memory, (size_t)many_lists_bytes(&args, MANY_STEP)));
+    const pk_expert_linear_args args = up_args(T, layers[0]);
+    OK(cudaMalloc(&lists_memory, (size_t)many_lists_bytes(&args, MANY_STEP, 2)));
     for (int i = 0; i < num_layers; i++) {
         layer &its = layers[i];
         release(its.up), release(its.down), release(its.logits), release(its.weights), release(its.experts);
@@ -389,7 +404,7 @@ static bool check_all()
     for (int e = 0; e < 48; e++) counts[(size_t)e * 2 + 31] = some[e % 12];
     one[77] = 3000;
     good = check_routing({"mixed", shuffled(counts)}) && check_routing({"one expert", shuffled(one)}) && good;
-    for (int T : {300, 2048}) { /* uniform */
+    for (int T : {300, 1000}) { /* uniform */
         std::vector<int32_t> ids((size_t)(T * chosen));
         for (int32_t &id : ids) id = (int32_t)(next_random() % 128);
         good = check_routing({"uniform", ids}) && good;
@@ -423,7 +438,7 @@ static double difference(const kind &its, int T)
         OK(cudaMemset(residual, 0, (size_t)outs * 2));
         OK(cudaDeviceSynchronize());
         if (turn == 0)
-            by_library(up_args(T, layers[1], false, false)), by_library(down_args(T, layers[1]));
+            by_library(up_args(T, layers[1])), by_library(down_args(T, layers[1]));
         else
             parts{its, T, layers[1]}.all();
         OK(cudaStreamSynchronize(stream));
@@ -445,10 +460,10 @@ static void time_tokens(int T)
     }
     OK(cudaStreamSynchronize(stream));
     const double pairs = (double)T * chosen, up_flop = pairs * 4 * width * hidden, down_flop = up_flop / 2;
-    const float up = timed([&](int i) { by_library(up_args(T, layers[i], false, false)); });
+    const float up = timed([&](int i) { by_library(up_args(T, layers[i])); });
     const float down = timed([&](int i) { by_library(down_args(T, layers[i])); });
     const float both = timed([&](int i) {
-        by_library(up_args(T, layers[i], false, false)), by_library(down_args(T, layers[i]));
+        by_library(up_args(T, layers[i])), by_library(down_args(T, layers[i]));
     });
     printf("%5d tokens, library (each product lists by itself): up %7.1f down+sum %7.1f both %7.1f us\n", T, up, down, both);
     const kind first = {&VARIANTS[0], &VARIANTS[0]};
@@ -467,11 +482,13 @@ static void time_tokens(int T)
     std::vector<timed_variant> of;
     for (const variant &each : VARIANTS) {
         const kind its = {&each, &each};
-        for (int i = 0; i < LAYERS; i++) parts{its, T, layers[1]}.list(); /* of one layer, for all weights */
+        of.push_back({INFINITY, INFINITY});
+        if (!is_asked(each.name)) continue;
+        parts{its, T, layers[1]}.list(); /* of one layer, for all weights */
         const float its_up = timed([&](int i) { parts all = {its, T, layers[i]}; all.up(); });
         const float its_down = timed([&](int i) { parts all = {its, T, layers[i]}; all.down(); });
-        of.push_back({its_up, its_down});
-        printf("%5d tokens, %-24s up %7.1f us %4.0f TFLOP/s  down %7.1f us %4.0f TFLOP/s\n", T, each.name, its_up,
+        of.back() = {its_up, its_down};
+        printf("%5d tokens, %-28s up %7.1f us %4.0f TFLOP/s  down %7.1f us %4.0f TFLOP/s\n", T, each.name, its_up,
                up_flop / its_up / 1e6, its_down, down_flop / its_down / 1e6);
         fflush(stdout);
     }
@@ -481,12 +498,13 @@ static void time_tokens(int T)
             const int count = (int)of.size();
             for (int i = 0; i < count; i++) {
                 const variant &each = VARIANTS[i];
-                if (each.rows != rows) continue;
+                if (each.rows != rows || !is_asked(each.name)) continue;
                 if (each.gathers == (way > 0) && (!best.up || of[(size_t)i].up < of[(size_t)(best.up - VARIANTS)].up))
                     best.up = &each;
                 if (each.gathers == (way > 1) && (!best.down || of[(size_t)i].down < of[(size_t)(best.down - VARIANTS)].down))
                     best.down = &each;
             }
+            if (!best.up || !best.down) continue;
             const float us = time_part(best, &parts::all);
             printf("%5d tokens, a layer of %-20s %-22s / %-22s: %7.1f us; the library %7.1f; differs by %.1e\n", T, best.name(),
                    best.up->name, best.down->name, us, both, difference(best, T));
@@ -497,9 +515,13 @@ static void time_tokens(int T)
 int main(int argc, char **argv)
 {
     OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    if (argc == 2 && !strcmp(argv[1], "check")) return check_all() ? 0 : 1;
     std::vector<int> tokens;
-    for (int i = 1; i < argc; i++) tokens.push_back(atoi(argv[i]));
+    for (int i = 1; i < argc; i++) {
+        if (!strncmp(argv[i], "only=", 5)) only.push_back(argv[i] + 5);
+        if (!strcmp(argv[i], "check")) return check_all() ? 0 : 1;
+        if (atoi(argv[i]) > 0) tokens.push_back(atoi(argv[i]));
+    }
+    if (tokens.empty()) return 1;
     make_layers(*std::max_element(tokens.begin(), tokens.end()), LAYERS);
     for (int T : tokens) time_tokens(T);
     return 0;

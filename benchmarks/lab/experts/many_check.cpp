@@ -27,39 +27,46 @@ static std::mt19937 numbers(20261129);
 
 static void check_groups()
 {
-    for (int most : {128, 192, 256}) {
-        int64_t wasted = 0, all = 0;
-        for (int count = 0; count <= 5000; count++) {
-            const int rows = many_rows_of_group(count, most), groups = many_groups(count, most);
-            CHECK(rows >= MANY_STEP && rows <= most && rows % MANY_STEP == 0 && groups <= (count + most - 1) / most);
-            CHECK(groups == 0 ? count == 0 : (groups - 1) * rows < count && groups * rows >= count);
-            CHECK(groups <= 2 * count / most + 1); /* as many_most_groups has it */
-            if (count >= 900 && count < 1150) {
-                for (int i = 0; i < groups; i++) wasted += many_size(count - i * rows < rows ? count - i * rows : rows);
-                wasted -= count, all += count;
+    for (int most : {128, 192, 256})
+        for (int together : {1, 2}) {
+            int64_t wasted = 0, all = 0;
+            for (int count = 0; count <= 5000; count++) {
+                const int rows = many_rows_of_group(count, most, together), groups = many_groups(count, most, together);
+                int sum = 0, multiplied = 0;
+                CHECK(rows >= MANY_STEP && rows <= most && rows % MANY_STEP == 0 && groups % together == 0);
+                for (int i = 0; i < groups; i++) {
+                    const int its = many_rows_of(count, rows, i);
+                    CHECK(its <= rows && (together > 1 || its > 0) && (i % together > 0 || its > 0));
+                    CHECK(its == 0 || sum == i * rows);
+                    sum += its, multiplied += many_size(its);
+                }
+                CHECK(sum == count && groups <= count / most + together);
+                if (count >= 900 && count < 1150) wasted += multiplied - count, all += count;
             }
+            printf("groups of up to %d, %d together: an expert of about 1,024 rows wastes %.1f %%\n", most, together,
+                   100.0 * (double)wasted / (double)all);
         }
-        printf("groups of up to %d: rows that an expert of about 1,024 wastes: %.1f %%\n", most, 100.0 * wasted / all);
-    }
 }
 
+template <typename shape>
 static void check_tiles()
 {
-    for (int cluster : {1, 2})
-        for (int blocks : {1, 5, 6, 8, 12, 16})
-            for (int groups : {0, 1, 7, 600}) {
-                std::set<std::pair<int, int>> seen;
-                const int walkers = 132 / cluster, tiles = many_tiles(groups, blocks, cluster);
-                for (int walker = 0; walker < walkers; walker++)
-                    for (int tile = walker; tile < tiles; tile += walkers)
-                        for (int rank = 0; rank < cluster; rank++) {
-                            const many_place place = many_place_of(tile, blocks, cluster, rank);
-                            CHECK(place.group == many_place_of(tile, blocks, cluster, 0).group); /* they share its rows */
-                            CHECK(place.group < groups && seen.insert({place.group, place.block}).second);
-                        }
-                for (int group = 0; group < groups; group++)
-                    for (int block = 0; block < blocks; block++) CHECK(seen.count({group, block}));
-            }
+    for (int blocks : {1, 5, 6, 8, 12, 16})
+        for (int groups : {0, 2, 8, 600}) {
+            std::set<std::pair<int, int>> seen;
+            const int walkers = 132 / shape::CLUSTER, tiles = many_tiles<shape>(groups, blocks);
+            for (int walker = 0; walker < walkers; walker++)
+                for (int tile = walker; tile < tiles; tile += walkers)
+                    for (int rank = 0; rank < shape::CLUSTER; rank++) {
+                        const many_place place = many_place_of<shape>(tile, blocks, rank);
+                        const many_place first = many_place_of<shape>(tile, blocks, 0);
+                        CHECK(shape::GATHERS ? place.block == first.block : place.group == first.group); /* what they share */
+                        CHECK(place.group / shape::GROUPS_TOGETHER == first.group / shape::GROUPS_TOGETHER);
+                        CHECK(place.group < groups && seen.insert({place.group, place.block}).second);
+                    }
+            for (int group = 0; group < groups; group++)
+                for (int block = 0; block < blocks; block++) CHECK(seen.count({group, block}));
+        }
 }
 
 /* Which row of the weight lies in row `at` of a tile, as the tensor map brings them. */
@@ -182,9 +189,11 @@ static void check_ring(int tiles, int num_steps, int lag)
             stage_of &to = ctas[cta][at.stage];
             if (to.empty.is_done(at.parity ^ 1)) {
                 const int tile = copied[cta] / num_steps, its = copied[cta] % num_steps, x = sizes[tile] * 128;
+                /* What is shared comes in parts from all; the other one whole, from each CTA for itself. */
+                const int shared_bytes = shape::GATHERS ? shape::WEIGHT_BYTES : x, own_bytes = shape::WEIGHT_BYTES + x - shared_bytes;
                 to.full.expect(shape::WEIGHT_BYTES + x);
-                copies.push_back({cta, at.stage, tile, its, C, shape::WEIGHT_BYTES});
-                for (int c = 0; c < C; c++) copies.push_back({c, at.stage, tile, its, cta, x / C});
+                copies.push_back({cta, at.stage, tile, its, C, own_bytes});
+                for (int c = 0; c < C; c++) copies.push_back({c, at.stage, tile, its, cta, shared_bytes / C});
                 copied[cta]++, moved = true;
             }
         } else if (who == 1 && !copies.empty()) { /* any of them ends */
@@ -231,22 +240,25 @@ static void check_shape(const char *name, int most_lag)
         for (int num_steps : {1, 2, 4, 12, 32})
             for (int lag = 0; lag <= most_lag; lag++)
                 for (int i = 0; i < 20; i++) check_ring<shape>(tiles, num_steps, lag);
+    check_tiles<shape>();
     for (bool is_gated : {false, true})
         for (int rows : {80, 208, 1536, 2048}) check_outputs<shape>(is_gated, rows);
-    printf("%-20s tile %3d, %d stages of %2d KB, %3d KB, registers %d and %d: right\n", name, shape::TILE, shape::STAGES,
+    printf("%-26s tile %3d, %d stages of %2d KB, %3d KB, registers %d and %d: right\n", name, shape::TILE, shape::STAGES,
            shape::STAGE_BYTES >> 10, shape::SMEM_BYTES >> 10, shape::WORKER_REGISTERS, shape::COPIER_REGISTERS);
 }
 
 int main()
 {
     check_groups();
-    check_tiles();
     check_shape<many_shape<1, 256, 4, false, false>>("128x256", 2);
     check_shape<many_shape<1, 256, 4, false, false, 2>>("128x256 cluster", 2);
+    check_shape<many_shape<1, 256, 4, false, true, 2>>("128x256 gather cluster", 2);
     check_shape<many_shape<2, 192, 3, false, false>>("256x192", 1);
     check_shape<many_shape<2, 192, 3, false, false, 2>>("256x192 cluster", 1);
+    check_shape<many_shape<2, 192, 3, false, true, 2>>("256x192 gather cluster", 1);
     check_shape<many_shape<2, 192, 5, true, false>>("2 x 128x192", 0);
     check_shape<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 cluster", 0);
+    check_shape<many_shape<2, 192, 5, true, true, 2>>("2 x 128x192 gather cluster", 0);
     check_shape<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 cluster", 0);
     check_shape<many_shape<2, 128, 4, false, true>>("256x128 gather", 0);
     return 0;

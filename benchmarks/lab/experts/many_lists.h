@@ -15,7 +15,7 @@ enum { MANY_CHUNK = 1024 /* pairs of a CTA, one a thread */, MANY_WARPS = MANY_C
 struct many_lists {
     pk_expert_groups lists;
     int *counts; /* [chunks][num_experts + 1] */
-    int num_chunks;
+    int num_chunks, together; /* the last: groups of an expert are a multiple of it */
 };
 
 // --- kernels
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(MANY_CHUNK)
 {
     __shared__ int totals[PK_MAX_EXPERTS + 1], before[PK_MAX_EXPERTS + 1], firsts[PK_MAX_EXPERTS + 2];
     __shared__ uint8_t of_warps[MANY_WARPS][PK_MAX_EXPERTS + 1];
-    const int num_experts = (int)args.num_experts, kinds = num_experts + 1, most = to.lists.most_rows;
+    const int num_experts = (int)args.num_experts, kinds = num_experts + 1, most = to.lists.most_rows, together = to.together;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = blockIdx.x * MANY_CHUNK + threadIdx.x;
     const bool is_pair = pair < pk_num_pairs(&args);
     for (int i = threadIdx.x; i < kinds; i += MANY_CHUNK) totals[i] = before[i] = 0;
@@ -99,14 +99,17 @@ __global__ void __launch_bounds__(MANY_CHUNK)
     if (blockIdx.x > 0) return; /* the first CTA lists the groups, too */
     __syncthreads();
     int *first_groups = before;
-    if (warp == 0) many_add_up(first_groups, num_experts, [&](int i) { return many_groups(totals[i], most); });
+    if (warp == 0) many_add_up(first_groups, num_experts, [&](int i) { return many_groups(totals[i], most, together); });
     __syncthreads();
     for (int i = warp; i < kinds; i += MANY_WARPS) {
-        const int count = totals[i], rows = many_rows_of_group(count, most);
+        const int count = totals[i], rows = many_rows_of_group(count, most, together);
         const int first = i < num_experts ? first_groups[i] : first_groups[num_experts];
-        for (int j = lane; j * rows < count; j += 32)
-            to.lists.groups[first + j] = {i, firsts[i] + j * rows, min(rows, count - j * rows)};
-        if (i == num_experts && lane == 0) *to.lists.num_groups = first + many_groups(count, most);
+        const int groups = many_groups(count, most, together);
+        for (int j = lane; j < groups; j += 32) {
+            const int its = many_rows_of(count, rows, j);
+            to.lists.groups[first + j] = {i, its ? firsts[i] + j * rows : 0, its};
+        }
+        if (i == num_experts && lane == 0) *to.lists.num_groups = first + groups;
     }
 }
 
@@ -154,19 +157,19 @@ __global__ void __launch_bounds__(256) expert_sum_8_kernel(const pk_expert_linea
 
 // --- launchers
 
-static int64_t many_lists_bytes(const pk_expert_linear_args *args, int most_rows)
+static int64_t many_lists_bytes(const pk_expert_linear_args *args, int most_rows, int together)
 {
     const int64_t pairs = pk_num_pairs(args), chunks = pk_ceil_div(pairs, MANY_CHUNK);
-    return 16 + many_most_groups(pairs, (int)args->num_experts, most_rows) * (int64_t)sizeof(pk_expert_group) + pairs * 4 +
+    return 16 + many_most_groups(pairs, (int)args->num_experts, most_rows, together) * (int64_t)sizeof(pk_expert_group) + pairs * 4 +
            chunks * (args->num_experts + 1) * 4;
 }
-static many_lists many_lists_in(char *data, const pk_expert_linear_args *args, int most_rows)
+static many_lists many_lists_in(char *data, const pk_expert_linear_args *args, int most_rows, int together)
 {
     const int64_t pairs = pk_num_pairs(args);
     many_lists made = {};
-    made.num_chunks = (int)pk_ceil_div(pairs, MANY_CHUNK);
+    made.num_chunks = (int)pk_ceil_div(pairs, MANY_CHUNK), made.together = together;
     made.lists = {most_rows, (int *)data, (pk_expert_group *)(data + 16), nullptr};
-    made.lists.order = (int32_t *)(made.lists.groups + many_most_groups(pairs, (int)args->num_experts, most_rows));
+    made.lists.order = (int32_t *)(made.lists.groups + many_most_groups(pairs, (int)args->num_experts, most_rows, together));
     made.counts = made.lists.order + pairs;
     return made;
 }

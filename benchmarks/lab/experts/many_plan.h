@@ -24,11 +24,13 @@ enum {
 /* How a CTA multiplies: two warpgroups, each BLOCKS * 64 rows of the weight by up to ROWS rows of x.
  *     PINGPONG    each has tiles of its own, in turn, so that one writes while the other multiplies; else they share a tile
  *     GATHERS     four warps copy the rows of x from wherever they lie; else the engine does, from rows in the experts' order
- *     CLUSTER     CTAs that share the rows of x: each copies its part to all of them */
+ *     CLUSTER     CTAs that share what the engine copies, each a part to all of them: the rows of x, which they multiply by
+ *                 neighbouring blocks of the weight, or where it GATHERS the weight, for neighbouring groups of its expert */
 template <int BLOCKS_, int ROWS_, int STAGES_, bool PINGPONG_, bool GATHERS_, int CLUSTER_ = 1>
 struct many_shape {
     static constexpr int WARPGROUPS = 2, BLOCKS = BLOCKS_, ROWS = ROWS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr bool PINGPONG = PINGPONG_, GATHERS = GATHERS_;
+    static constexpr int GROUPS_TOGETHER = GATHERS ? CLUSTER : 1, BLOCKS_TOGETHER = GATHERS ? 1 : CLUSTER;
     static constexpr int WORKERS = WARPGROUPS * 128, COPIERS = 128, THREADS = WORKERS + COPIERS;
     static constexpr int ACCUMULATORS = BLOCKS * ROWS / 2; /* of a thread */
     static constexpr int OF_WARPGROUP = BLOCKS * MANY_BLOCK, TILE = (PINGPONG ? 1 : WARPGROUPS) * OF_WARPGROUP;
@@ -43,41 +45,55 @@ struct many_shape {
     static constexpr int WORKER_REGISTERS = (THREADS * LAUNCHED_WITH - COPIERS * COPIER_REGISTERS) / WORKERS / 8 * 8;
     static_assert(SMEM_BYTES + MANY_DECLARED <= MANY_SMEM, "more than a CTA may have");
     static_assert(ROWS % 32 == 0 && ROWS <= MANY_STEP * MANY_SIZES && (BLOCKS == 1 || BLOCKS == 2), "see above");
-    static_assert(!GATHERS || CLUSTER == 1, "ordinary copies reach one CTA");
 };
 
 // --- groups: the rows of an expert, divided evenly
 
-/* Of each group but the last, which may have fewer: so many that no group has more than `most`. */
-MANY_BOTH int many_rows_of_group(int count, int most)
+MANY_BOTH int many_round_up(int count, int of) { return (count + of - 1) / of * of; }
+
+/* Of each group but the last ones, which may have fewer: so many that no group has more than `most`, and that the groups of an
+ * expert are a multiple of `together`. */
+MANY_BOTH int many_rows_of_group(int count, int most, int together)
 {
-    const int groups = (count + most - 1) / most;
-    return groups == 0 ? MANY_STEP : ((count + groups - 1) / groups + MANY_STEP - 1) / MANY_STEP * MANY_STEP;
+    const int groups = many_round_up((count + most - 1) / most, together);
+    return groups == 0 ? MANY_STEP : many_round_up((count + groups - 1) / groups, MANY_STEP);
 }
-MANY_BOTH int many_groups(int count, int most)
+MANY_BOTH int many_groups(int count, int most, int together)
 {
-    const int rows = many_rows_of_group(count, most);
-    return (count + rows - 1) / rows;
+    const int rows = many_rows_of_group(count, most, together);
+    return many_round_up((count + rows - 1) / rows, together);
+}
+MANY_BOTH int many_rows_of(int count, int rows, int group) /* of the group-th; 0: it is there for its neighbour alone */
+{
+    const int left = count - group * rows;
+    return left < 0 ? 0 : left < rows ? left : rows;
 }
 /* Of all experts, at most. */
-MANY_BOTH int64_t many_most_groups(int64_t num_pairs, int num_experts, int most)
+MANY_BOTH int64_t many_most_groups(int64_t num_pairs, int num_experts, int most, int together)
 {
-    return num_pairs / (most / 2) + num_experts + 1;
+    return num_pairs / most + (int64_t)together * (num_experts + 1);
 }
 /* As which a group's rows are multiplied. */
-MANY_BOTH int many_size(int count) { return (count + MANY_STEP - 1) / MANY_STEP * MANY_STEP; }
+MANY_BOTH int many_size(int count) { return count == 0 ? MANY_STEP : many_round_up(count, MANY_STEP); }
 
 // --- tiles: a CTA, or a cluster of them, takes every num_walkers-th; all of a group are neighbours
 
 struct many_place {
     int group, block; /* of TILE rows of the weight */
 };
-MANY_BOTH many_place many_place_of(int tile, int blocks, int cluster, int rank)
+template <typename shape>
+MANY_BOTH many_place many_place_of(int tile, int blocks, int rank)
 {
-    const int each = (blocks + cluster - 1) / cluster, group = tile / each;
-    return {group, (tile - group * each) * cluster + rank};
+    const int each = (blocks + shape::BLOCKS_TOGETHER - 1) / shape::BLOCKS_TOGETHER, group = tile / each;
+    const int block = tile - group * each;
+    if (shape::GATHERS) return {group * shape::CLUSTER + rank, block};
+    return {group, block * shape::CLUSTER + rank};
 }
-MANY_BOTH int many_tiles(int groups, int blocks, int cluster) { return groups * ((blocks + cluster - 1) / cluster); }
+template <typename shape>
+MANY_BOTH int many_tiles(int groups, int blocks)
+{
+    return groups / shape::GROUPS_TOGETHER * ((blocks + shape::BLOCKS_TOGETHER - 1) / shape::BLOCKS_TOGETHER);
+}
 
 // --- the ring: a CTA's steps one after the other, num_steps a tile
 

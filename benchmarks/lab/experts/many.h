@@ -11,66 +11,26 @@
 #include "cuda/pack.h"
 #include "cuda/sm90_ring.h"
 #include "many_plan.h"
-#include "many_wgmma.h"
+#include "many_sm90.h"
 
 struct many_params {
-    CUtensorMap weight_map;         /* in_features, 8 rows, 2 of these, all such sixteens, experts */
-    CUtensorMap x_maps[MANY_SIZES]; /* [rows, in_features], by boxes of 16, 32, ... rows of a cluster: not where it GATHERS */
+    CUtensorMap weight_map; /* in_features, 8 rows, 2 of these, all such sixteens, experts */
+    CUtensorMap
+        x_maps[MANY_SIZES]; /* [rows, in_features], by boxes of 16, 32, ... rows of a cluster: not where it GATHERS */
     pk_expert_linear_args args;
     pk_expert_groups lists;
     bool out_is_ordered; /* the rows of out are in the order of the lists; else where their pairs are */
     int num_blocks;      /* of an expert's rows, TILE each */
-    int lag;             /* steps that a warpgroup stays behind the one before: what it multiplies while that one writes */
+    int lag; /* steps that a warpgroup stays behind the one before: what it multiplies while that one writes */
 };
 
 #ifdef PK_SM90A
-
-using namespace sm90;
 
 template <typename shape>
 struct many_shared {
     uint64_t full[shape::STAGES], empty[shape::STAGES];
     int places[shape::WARPGROUPS][shape::ROWS]; /* of a tile's rows in out, in 16 bytes */
 };
-
-// --- what sm90.h has not
-
-/* The same box to the same place in each CTA of the cluster, counted by the barrier that each has there. */
-__device__ __forceinline__ void copy_2d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
-                                               int num_ctas)
-{
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"((uint16_t)((1 << num_ctas) - 1))
-        : "memory");
-}
-__device__ __forceinline__ void copy_5d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
-                                               int c2, int c3, int c4, int num_ctas)
-{
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"((uint16_t)((1 << num_ctas) - 1))
-        : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_in(int rank, uint32_t barrier)
-{
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier))
-                 : "memory");
-}
-/* Arrives when all ordinary copies that this thread has started are there. */
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-/* Four 8 x 8 matrices of 16-bit numbers, each turned: lane i has the address of row i % 8 of the (i / 8)-th as it lies then. */
-__device__ __forceinline__ void store_turned(uint32_t smem, const uint32_t (&values)[4])
-{
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(values[0]),
-                 "r"(values[1]), "r"(values[2]), "r"(values[3])
-                 : "memory");
-}
 
 // --- the CTA
 
@@ -119,13 +79,14 @@ struct many_cta {
 
     __device__ __forceinline__ void copy_weight(int expert, int block, int step, int stage) const
     {
-        const uint32_t to = ring + stage * shape::STAGE_BYTES + shape::X_BYTES, barrier = smem_address(&shared.full[stage]);
+        const uint32_t to = ring + stage * shape::STAGE_BYTES + shape::X_BYTES,
+                       barrier = smem_address(&shared.full[stage]);
         const int first = block * (shape::TILE / 16);
         if (shape::GROUPS_TOGETHER == 1)
             copy_5d(to, &params.weight_map, barrier, step * MANY_LINE, 0, 0, first, expert);
         else
-            copy_5d_to_all(to + rank * (shape::WEIGHT_BYTES / CLUSTER), &params.weight_map, barrier, step * MANY_LINE, 0, 0,
-                           first + rank * (shape::TILE / 16 / CLUSTER), expert, CLUSTER);
+            copy_5d_to_all(to + rank * (shape::WEIGHT_BYTES / CLUSTER), &params.weight_map, barrier, step * MANY_LINE,
+                           0, 0, first + rank * (shape::TILE / 16 / CLUSTER), expert, CLUSTER);
     }
     /* All the work of the thread that starts the engine. */
     __device__ __forceinline__ void copy_all() const
@@ -139,7 +100,8 @@ struct many_cta {
             const CUtensorMap *map = &params.x_maps[size / MANY_STEP - 1];
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
-                const uint32_t barrier = smem_address(&shared.full[at.stage]), to = ring + at.stage * shape::STAGE_BYTES;
+                const uint32_t barrier = smem_address(&shared.full[at.stage]),
+                               to = ring + at.stage * shape::STAGE_BYTES;
                 barrier_wait(smem_address(&shared.empty[at.stage]), at.parity ^ 1);
                 barrier_arrive_expect(barrier, shape::WEIGHT_BYTES + size * MANY_LINE * 2);
                 copy_weight(group.expert, place.block, step, at.stage);
@@ -153,13 +115,16 @@ struct many_cta {
         }
     }
     /* Rows of x that this thread copies 16 bytes of each line of, from where on, in 16 bytes; -1: none. */
-    __device__ __forceinline__ void find_rows(int (&rows)[ROWS_OF_COPIER], const pk_expert_group &group, int thread) const
+    __device__ __forceinline__ void find_rows(int (&rows)[ROWS_OF_COPIER], const pk_expert_group &group,
+                                              int thread) const
     {
         for (int i = 0; i < ROWS_OF_COPIER; i++) {
             const int row = thread / 8 + i * MANY_STEP;
             rows[i] = -1;
             if (row < group.count)
-                rows[i] = (int)(offset_of(params.lists.order[group.first + row], args.linear.x.stride, args.x_pair_stride) / 8);
+                rows[i] =
+                    (int)(offset_of(params.lists.order[group.first + row], args.linear.x.stride, args.x_pair_stride) /
+                          8);
         }
     }
     /* All the work of the warps that gather. Rows that a group has not are left as they lie: nobody reads their sums. */
@@ -189,7 +154,8 @@ struct many_cta {
                     copy_weight(group.expert, place.block, step, at.stage);
                 }
                 for (int i = 0; i < ROWS_OF_COPIER; i++)
-                    if (rows[i] >= 0) copy_async_16(to + i * MANY_STEP * MANY_LINE * 2, x + (int64_t)rows[i] * 16, bytes);
+                    if (rows[i] >= 0)
+                        copy_async_16(to + i * MANY_STEP * MANY_LINE * 2, x + (int64_t)rows[i] * 16, bytes);
                 barrier_arrive_after_copies(barrier);
                 many_advance(at, STAGES);
             }
@@ -217,7 +183,8 @@ struct many_cta {
         many_ring at = many_ring_at(first, STAGES), ahead = many_ring_at(first + lag, STAGES);
         auto multiply_step = [&](int step) {
             const uint32_t x = ring + at.stage * shape::STAGE_BYTES;
-            const uint32_t weight = x + shape::X_BYTES + (shape::PINGPONG ? 0 : warp / 4 * shape::OF_WARPGROUP * MANY_LINE * 2);
+            const uint32_t weight =
+                x + shape::X_BYTES + (shape::PINGPONG ? 0 : warp / 4 * shape::OF_WARPGROUP * MANY_LINE * 2);
             const uint64_t a = descriptor(weight, 16, 1024), b = descriptor(x, 16, 1024);
             if (!shape::PINGPONG && lag > 0 && first + step + lag < all_steps) {
                 barrier_wait(smem_address(&shared.full[ahead.stage]), ahead.parity);
@@ -228,14 +195,16 @@ struct many_cta {
             wgmma_fence();
             for (int k = 0; k < MANY_LINE; k += 16)
                 for (int block = 0; block < shape::BLOCKS; block++)
-                    many_wgmma<T, N>::multiply(acc + block * ROWS / 2, a + (block * MANY_BLOCK * MANY_LINE + k) * 2 / 16,
-                                               b + k * 2 / 16, step > 0 || k > 0);
+                    many_wgmma<T, N>::multiply(acc + block * ROWS / 2,
+                                               a + (block * MANY_BLOCK * MANY_LINE + k) * 2 / 16, b + k * 2 / 16,
+                                               step > 0 || k > 0);
             if (shape::PINGPONG && step + 1 == num_steps && first + num_steps < all_steps) give_turn();
         };
         multiply_stages(acc, num_steps, STAGES, at.stage, at.parity, multiply_step, [&](int stage) { release(stage); });
     }
     template <int N = ROWS>
-    __device__ __forceinline__ void multiply_as(int size, float (&acc)[shape::ACCUMULATORS], int first, int all_steps) const
+    __device__ __forceinline__ void multiply_as(int size, float (&acc)[shape::ACCUMULATORS], int first,
+                                                int all_steps) const
     {
         if (size == N) return multiply<N>(acc, first, all_steps);
         if constexpr (N > MANY_STEP) multiply_as<N - MANY_STEP>(size, acc, first, all_steps);
@@ -251,8 +220,8 @@ struct many_cta {
         return *(const uint32_t *)&product;
     }
     /* MANY_STAGED rows of a block from `first` on, to where they are written from. */
-    __device__ __forceinline__ void stage_rows(uint32_t staged, const float (&acc)[shape::ACCUMULATORS], int first, int block,
-                                               bool is_gated) const
+    __device__ __forceinline__ void stage_rows(uint32_t staged, const float (&acc)[shape::ACCUMULATORS], int first,
+                                               int block, bool is_gated) const
     {
         for (int row = first; row < first + MANY_STAGED && row < ROWS; row += 32)
             for (int r = 0; r < 2; r++) {
@@ -268,7 +237,8 @@ struct many_cta {
             }
     }
     /* What a warpgroup has staged, by 16 bytes a thread. */
-    __device__ __forceinline__ void write_staged(uint32_t staged, int first, int count, int first_output, bool is_gated) const
+    __device__ __forceinline__ void write_staged(uint32_t staged, int first, int count, int first_output,
+                                                 bool is_gated) const
     {
         const pk_epilogue &to = args.linear.epilogue;
         const int thread = threadIdx.x % 128, chunks = many_chunks(is_gated, shape::BLOCKS), group = warp / 4;
@@ -313,9 +283,10 @@ struct many_cta {
             const int row = threadIdx.x % 128 + i * 128, at = group.first + row;
             places[i] = 0;
             if (row >= group.count) continue;
-            places[i] = (int)((params.out_is_ordered ? at * args.out_pair_stride
-                                                     : offset_of(params.lists.order[at], to.out_stride, args.out_pair_stride)) /
-                              8);
+            places[i] =
+                (int)((params.out_is_ordered ? at * args.out_pair_stride
+                                             : offset_of(params.lists.order[at], to.out_stride, args.out_pair_stride)) /
+                      8);
         }
     }
     __device__ __forceinline__ void multiply_all() const
@@ -340,65 +311,5 @@ struct many_cta {
 };
 
 #endif  // PK_SM90A
-
-// --- kernels
-
-template <typename T, typename shape>
-__global__ void __launch_bounds__(shape::THREADS, 1) expert_many_kernel(const __grid_constant__ many_params params)
-{
-#ifdef PK_SM90A
-    extern __shared__ char dynamic_smem[];
-    __shared__ many_shared<shape> shared;
-    many_cta<T, shape> cta(params, dynamic_smem, shared);
-    if (threadIdx.x == 0) cta.init_barriers();
-    if (threadIdx.x == shape::WORKERS) prefetch_tensor_map(&params.weight_map);
-    __syncthreads();
-    if (shape::CLUSTER > 1) cluster_sync();
-    pk_wait_for_previous_kernel();
-    pk_let_next_kernel_start();
-    cta.find_tiles();
-    if (threadIdx.x >= shape::WORKERS) {
-        give_registers<shape::COPIER_REGISTERS>();
-        if constexpr (shape::GATHERS)
-            cta.gather_all();
-        else if (threadIdx.x == shape::WORKERS)
-            cta.copy_all();
-    } else {
-        take_registers<shape::WORKER_REGISTERS>();
-        cta.multiply_all();
-    }
-    if (shape::CLUSTER > 1) cluster_sync(); /* the other CTA's copies and arrivals have reached this one's memory */
-#endif
-}
-
-// --- launchers
-
-/* x: of which rows are multiplied. Where they are in the order of the lists (not GATHERS), args.x_pair_stride is from row to row. */
-template <typename T, typename shape>
-static pk_status launch_many(many_params &params, int num_ctas, const pk_cuda_call &call)
-{
-    static uint64_t allowed;
-    const pk_expert_linear_args *args = &params.args;
-    const pk_weight &weight = args->linear.weight;
-    const bool is_gated = args->linear.epilogue.is_gated;
-    const int64_t apart = is_gated ? weight.out_features / 2 : 8;
-    const int64_t sizes[] = {weight.in_features, 8, 2, weight.out_features / 16, args->num_experts};
-    const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
-                               weight.of_experts.data};
-    const int box[] = {MANY_LINE, 8, 2, shape::TILE / 16 / shape::GROUPS_TOGETHER, 1};
-    PK_TRY(pk_cuda_tensor_map(&params.weight_map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, call.err));
-    for (int i = 0; i < MANY_SIZES && !shape::GATHERS; i++) {
-        const int64_t x_sizes[] = {weight.in_features, pk_num_pairs(args)}, x_strides[] = {1, args->x_pair_stride};
-        const int x_box[] = {MANY_LINE, (i + 1) * MANY_STEP / shape::CLUSTER};
-        PK_TRY(pk_cuda_tensor_map(&params.x_maps[i], "x", weight.dtype, args->linear.x.data, 2, x_sizes, x_strides, x_box,
-                                  call.err));
-    }
-    params.num_blocks = (int)pk_ceil_div(weight.out_features, shape::TILE);
-    auto kernel = expert_many_kernel<T, shape>;
-    PK_TRY(pk_cuda_allow_smem(call, kernel, shape::SMEM_BYTES, &allowed));
-    return pk_cuda_launch_clusters(call, shape::CLUSTER, "expert_many_kernel", kernel,
-                                   dim3((unsigned)(num_ctas / shape::CLUSTER * shape::CLUSTER)), dim3(shape::THREADS),
-                                   shape::SMEM_BYTES, params);
-}
 
 #endif

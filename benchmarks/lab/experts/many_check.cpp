@@ -15,12 +15,12 @@
 #include <set>
 #include <vector>
 
-#define CHECK(...)                                                  \
-    do {                                                            \
-        if (!(__VA_ARGS__)) {                                       \
+#define CHECK(...)                                                   \
+    do {                                                             \
+        if (!(__VA_ARGS__)) {                                        \
             printf("%s:%d: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-            exit(1);                                                \
-        }                                                           \
+            exit(1);                                                 \
+        }                                                            \
     } while (0)
 
 static std::mt19937 numbers(20261129);
@@ -60,7 +60,8 @@ static void check_tiles()
                     for (int rank = 0; rank < shape::CLUSTER; rank++) {
                         const many_place place = many_place_of<shape>(tile, blocks, rank);
                         const many_place first = many_place_of<shape>(tile, blocks, 0);
-                        CHECK(shape::GATHERS ? place.block == first.block : place.group == first.group); /* what they share */
+                        CHECK(shape::GATHERS ? place.block == first.block
+                                             : place.group == first.group); /* what they share */
                         CHECK(place.group / shape::GROUPS_TOGETHER == first.group / shape::GROUPS_TOGETHER);
                         CHECK(place.group < groups && seen.insert({place.group, place.block}).second);
                     }
@@ -92,7 +93,8 @@ static void check_outputs(bool is_gated, int rows_of_weight)
                             for (int row = first; row < first + MANY_STAGED && row < shape::ROWS; row += 32)
                                 for (int r = 0; r < (is_gated ? 1 : 2); r++)
                                     for (int lane = 0; lane < 32; lane++) {
-                                        const int at_row = row - first + lane; /* of matrix lane / 8: its row lane % 8 */
+                                        const int at_row =
+                                            row - first + lane; /* of matrix lane / 8: its row lane % 8 */
                                         const int at = many_staged_at(at_row, many_chunk(is_gated, b, warp, r), chunks);
                                         const int smem = (group * shape::BLOCKS + b) * 64 + warp * 16 + r * 8;
                                         CHECK(at >= 0 && at + 16 <= shape::STAGED_BYTES);
@@ -106,11 +108,12 @@ static void check_outputs(bool is_gated, int rows_of_weight)
                             CHECK(from.first == first + row);
                             if (output >= num_outputs) continue;
                             for (int i = 0; i < 8; i++) {
-                                const int its = row_of_weight(is_gated, rows_of_weight, block, shape::TILE, from.second + i);
+                                const int its =
+                                    row_of_weight(is_gated, rows_of_weight, block, shape::TILE, from.second + i);
                                 CHECK(its == output + i);
                                 if (is_gated)
-                                    CHECK(row_of_weight(true, rows_of_weight, block, shape::TILE, from.second + i + 8) ==
-                                          output + i + rows_of_weight / 2);
+                                    CHECK(row_of_weight(true, rows_of_weight, block, shape::TILE,
+                                                        from.second + i + 8) == output + i + rows_of_weight / 2);
                                 CHECK(++seen[{first + row, output + i}] == 1);
                             }
                         }
@@ -167,9 +170,10 @@ static void check_ring(int tiles, int num_steps, int lag)
     std::vector<int> sizes((size_t)tiles);
     for (int &size : sizes) size = many_size(1 + (int)(numbers() % shape::ROWS));
     std::deque<copy> copies;
-    std::vector<int> copied(C, 0);                                  /* steps that a copier has started */
-    std::vector<std::vector<int>> step(C, std::vector<int>(2, 0));  /* that a warpgroup multiplies next, of its own */
-    std::vector<std::vector<int>> looked(C, std::vector<int>(2, 0)); /* how far it has looked ahead: -1 where it must not */
+    std::vector<int> copied(C, 0);                                 /* steps that a copier has started */
+    std::vector<std::vector<int>> step(C, std::vector<int>(2, 0)); /* that a warpgroup multiplies next, of its own */
+    std::vector<std::vector<int>> looked(
+        C, std::vector<int>(2, 0)); /* how far it has looked ahead: -1 where it must not */
     const int all = tiles * num_steps;
     auto own_steps = [&](int group) { return shape::PINGPONG ? (tiles + 1 - group) / 2 * num_steps : all; };
     auto in_ring = [&](int group, int own) {
@@ -190,7 +194,8 @@ static void check_ring(int tiles, int num_steps, int lag)
             if (to.empty.is_done(at.parity ^ 1)) {
                 const int tile = copied[cta] / num_steps, its = copied[cta] % num_steps, x = sizes[tile] * 128;
                 /* What is shared comes in parts from all; the other one whole, from each CTA for itself. */
-                const int shared_bytes = shape::GATHERS ? shape::WEIGHT_BYTES : x, own_bytes = shape::WEIGHT_BYTES + x - shared_bytes;
+                const int shared_bytes = shape::GATHERS ? shape::WEIGHT_BYTES : x,
+                          own_bytes = shape::WEIGHT_BYTES + x - shared_bytes;
                 to.full.expect(shape::WEIGHT_BYTES + x);
                 copies.push_back({cta, at.stage, tile, its, C, own_bytes});
                 for (int c = 0; c < C; c++) copies.push_back({c, at.stage, tile, its, cta, shared_bytes / C});
@@ -243,8 +248,9 @@ static void check_shape(const char *name, int most_lag)
     check_tiles<shape>();
     for (bool is_gated : {false, true})
         for (int rows : {80, 208, 1536, 2048}) check_outputs<shape>(is_gated, rows);
-    printf("%-26s tile %3d, %d stages of %2d KB, %3d KB, registers %d and %d: right\n", name, shape::TILE, shape::STAGES,
-           shape::STAGE_BYTES >> 10, shape::SMEM_BYTES >> 10, shape::WORKER_REGISTERS, shape::COPIER_REGISTERS);
+    printf("%-26s tile %3d, %d stages of %2d KB, %3d KB, registers %d and %d: right\n", name, shape::TILE,
+           shape::STAGES, shape::STAGE_BYTES >> 10, shape::SMEM_BYTES >> 10, shape::WORKER_REGISTERS,
+           shape::COPIER_REGISTERS);
 }
 
 int main()

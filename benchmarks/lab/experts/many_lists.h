@@ -14,7 +14,7 @@ enum { MANY_CHUNK = 1024 /* pairs of a CTA, one a thread */, MANY_WARPS = MANY_C
 
 struct many_lists {
     pk_expert_groups lists;
-    int *counts; /* [chunks][num_experts + 1] */
+    int *counts;              /* [chunks][num_experts + 1] */
     int num_chunks, together; /* the last: groups of an expert are a multiple of it */
 };
 
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(MANY_CHUNK)
             pk_record_bad_id(bad_id, PK_BAD_EXPERT, pair / args.num_chosen, args.experts[pair], num_experts);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i <= num_experts; i += MANY_CHUNK) to.counts[blockIdx.x * (num_experts + 1) + i] = counts[i];
+    for (int i = threadIdx.x; i <= num_experts; i += MANY_CHUNK)
+        to.counts[blockIdx.x * (num_experts + 1) + i] = counts[i];
 }
 
 /* firsts[i] becomes the sum of size_of(i) of all before; the last is the sum of all. By one warp. */
@@ -65,12 +66,12 @@ __device__ static inline void many_add_up(int *firsts, int count, Size size_of)
     if (lane == 0) firsts[count] = before;
 }
 
-__global__ void __launch_bounds__(MANY_CHUNK)
-    expert_order_kernel(const pk_expert_linear_args args, const many_lists to)
+__global__ void __launch_bounds__(MANY_CHUNK) expert_order_kernel(const pk_expert_linear_args args, const many_lists to)
 {
     __shared__ int totals[PK_MAX_EXPERTS + 1], before[PK_MAX_EXPERTS + 1], firsts[PK_MAX_EXPERTS + 2];
     __shared__ uint8_t of_warps[MANY_WARPS][PK_MAX_EXPERTS + 1];
-    const int num_experts = (int)args.num_experts, kinds = num_experts + 1, most = to.lists.most_rows, together = to.together;
+    const int num_experts = (int)args.num_experts, kinds = num_experts + 1, most = to.lists.most_rows,
+              together = to.together;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = blockIdx.x * MANY_CHUNK + threadIdx.x;
     const bool is_pair = pair < pk_num_pairs(&args);
     for (int i = threadIdx.x; i < kinds; i += MANY_CHUNK) totals[i] = before[i] = 0;
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(MANY_CHUNK)
     if (blockIdx.x > 0) return; /* the first CTA lists the groups, too */
     __syncthreads();
     int *first_groups = before;
-    if (warp == 0) many_add_up(first_groups, num_experts, [&](int i) { return many_groups(totals[i], most, together); });
+    if (warp == 0)
+        many_add_up(first_groups, num_experts, [&](int i) { return many_groups(totals[i], most, together); });
     __syncthreads();
     for (int i = warp; i < kinds; i += MANY_WARPS) {
         const int count = totals[i], rows = many_rows_of_group(count, most, together);
@@ -115,7 +117,8 @@ __global__ void __launch_bounds__(MANY_CHUNK)
 
 /* The rows of x in the order of the lists: a warp a row. */
 template <typename T>
-__global__ void __launch_bounds__(256) expert_gather_kernel(const pk_expert_linear_args args, const int32_t *order, T *to)
+__global__ void __launch_bounds__(256)
+    expert_gather_kernel(const pk_expert_linear_args args, const int32_t *order, T *to)
 {
     const int64_t place = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, size = args.linear.weight.in_features;
     pk_wait_for_previous_kernel();
@@ -124,7 +127,8 @@ __global__ void __launch_bounds__(256) expert_gather_kernel(const pk_expert_line
     const int64_t pair = order[place], token = pair / args.num_chosen, j = pair - token * args.num_chosen;
     const T *x = (const T *)args.linear.x.data + token * args.linear.x.stride + j * args.x_pair_stride;
 #pragma unroll 8
-    for (int64_t i = threadIdx.x % 32 * 8; i < size; i += 256) *(uint4 *)(to + place * size + i) = *(const uint4 *)(x + i);
+    for (int64_t i = threadIdx.x % 32 * 8; i < size; i += 256)
+        *(uint4 *)(to + place * size + i) = *(const uint4 *)(x + i);
 }
 
 /* A thread adds 8 outputs of a token, in the order of its pairs. */
@@ -160,8 +164,9 @@ __global__ void __launch_bounds__(256) expert_sum_8_kernel(const pk_expert_linea
 static int64_t many_lists_bytes(const pk_expert_linear_args *args, int most_rows, int together)
 {
     const int64_t pairs = pk_num_pairs(args), chunks = pk_ceil_div(pairs, MANY_CHUNK);
-    return 16 + many_most_groups(pairs, (int)args->num_experts, most_rows, together) * (int64_t)sizeof(pk_expert_group) + pairs * 4 +
-           chunks * (args->num_experts + 1) * 4;
+    return 16 +
+           many_most_groups(pairs, (int)args->num_experts, most_rows, together) * (int64_t)sizeof(pk_expert_group) +
+           pairs * 4 + chunks * (args->num_experts + 1) * 4;
 }
 static many_lists many_lists_in(char *data, const pk_expert_linear_args *args, int most_rows, int together)
 {
@@ -169,7 +174,8 @@ static many_lists many_lists_in(char *data, const pk_expert_linear_args *args, i
     many_lists made = {};
     made.num_chunks = (int)pk_ceil_div(pairs, MANY_CHUNK), made.together = together;
     made.lists = {most_rows, (int *)data, (pk_expert_group *)(data + 16), nullptr};
-    made.lists.order = (int32_t *)(made.lists.groups + many_most_groups(pairs, (int)args->num_experts, most_rows, together));
+    made.lists.order =
+        (int32_t *)(made.lists.groups + many_most_groups(pairs, (int)args->num_experts, most_rows, together));
     made.counts = made.lists.order + pairs;
     return made;
 }

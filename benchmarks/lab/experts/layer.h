@@ -18,6 +18,7 @@
 #include "cuda/pack.h"
 #include "cuda/sm90.h"
 #include "layer_plan.h"
+#include "many_sm90.h"
 #include "ops/sampling.h"
 
 struct layer_params {
@@ -47,27 +48,6 @@ struct layer_shared {
     float chosen_weights[LAYER_TOKENS][LAYER_CHOSEN];
     uint32_t used[LAYER_EXPERTS / 32];
 };
-
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t *from)
-{
-    uint64_t value;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_relaxed(uint64_t *to, uint64_t value)
-{
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t *from)
-{
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_release(uint32_t *to, uint32_t value)
-{
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
 
 /* 256 inputs of a row, as an instruction's operand. */
 struct layer_row {
@@ -106,12 +86,16 @@ struct layer_cta {
     __device__ __forceinline__ void tell_logits(const pk_packed<T> &weight) const
     {
         float of_weight[8], of_x[8];
+        pk_packed<T> rows[LAYER_TOKENS] = {}; /* all on their way before the first is waited for */
+        for (int token = 0; token < LAYER_TOKENS; token++)
+            if (token < params.num_tokens)
+                rows[token].bits =
+                    __ldcg((const uint4 *)((const T *)params.x + (int64_t)token * params.hidden + threadIdx.x * 8));
         weight.unpack(of_weight);
-#pragma unroll
         for (int token = 0; token < LAYER_TOKENS; token++) {
             if (token >= params.num_tokens) break;
-            pk_packed<T>::load((const T *)params.x + (int64_t)token * params.hidden + threadIdx.x * 8).unpack(of_x);
             float sum = 0;
+            rows[token].unpack(of_x);
             for (int i = 0; i < 8; i++) sum += of_x[i] * of_weight[i];
             sum = pk_sum_over_warp(sum);
             if (lane == 0) shared.sums[0][warp][token] = sum;
@@ -125,12 +109,20 @@ struct layer_cta {
     }
     __device__ __forceinline__ void hear_logits() const
     {
-        for (int i = threadIdx.x; i < params.num_tokens * LAYER_EXPERTS; i += LAYER_WARPS * 32) {
-            uint64_t word;
-            do word = load_relaxed(&params.logits[i]);
-            while (word >> 32 != tag);
-            shared.logits[0][i] = __uint_as_float((uint32_t)word);
-        }
+        constexpr int WORDS = LAYER_TOKENS * LAYER_EXPERTS / (LAYER_WARPS * 32); /* of a thread */
+        uint64_t words[WORDS];
+        bool are_new;
+        do {
+            are_new = true;
+            for (int i = 0; i < WORDS; i++) {
+                const int at = threadIdx.x + i * LAYER_WARPS * 32;
+                words[i] =
+                    at < params.num_tokens * LAYER_EXPERTS ? load_relaxed(&params.logits[at]) : (uint64_t)tag << 32;
+            }
+            for (int i = 0; i < WORDS; i++) are_new = are_new && words[i] >> 32 == tag;
+        } while (!are_new);
+        for (int i = 0; i < WORDS; i++)
+            shared.logits[0][threadIdx.x + i * LAYER_WARPS * 32] = __uint_as_float((uint32_t)words[i]);
         __syncthreads();
     }
     /* A warp a token, as route_experts_kernel does it. (What it does of logits without a softmax is left out here.) */
@@ -212,9 +204,7 @@ struct layer_cta {
             for (int p = 0; p < 2; p++) {
                 uint4 rows[2];
                 for (int half = 0; half < 2; half++)
-                    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(rows[half].x), "=r"(rows[half].y), "=r"(rows[half].z), "=r"(rows[half].w)
-                                 : "r"(from + line * LAYER_LINE_BYTES + layer_place(group, half, quad, p)));
+                    rows[half] = load_16(from + line * LAYER_LINE_BYTES + layer_place(group, half, quad, p));
                 const uint4 &bits = x.bits[line][p];
                 mma_16816<T>(acc, {rows[0].x, rows[1].x, rows[0].y, rows[1].y}, {bits.x, bits.y});
                 mma_16816<T>(odd, {rows[0].z, rows[1].z, rows[0].w, rows[1].w}, {bits.z, bits.w});
@@ -323,7 +313,7 @@ __global__ void __launch_bounds__(LAYER_WARPS * 32, 1) expert_layer_kernel(const
     if (blockIdx.x < LAYER_EXPERTS)
         weight = pk_packed<T>::load((const T *)params.router + (int64_t)blockIdx.x * params.hidden + threadIdx.x * 8);
     pk_wait_for_previous_kernel();
-    cta.tag = load_acquire(params.tag) + 1;
+    cta.tag = __ldcg(params.tag) + 1;
     cta.tell_logits(weight);
     layer_row x;
     const bool is_token = cta.group < params.num_tokens;

@@ -248,10 +248,7 @@ struct many_cta {
 #pragma unroll 4
         for (int row = thread / chunks; row < MANY_STAGED; row += rows_at_once) {
             if (first + row >= count || output >= num_outputs) continue;
-            uint4 bits;
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                         : "r"(staged + many_staged_at(row, chunk, chunks)));
+            const uint4 bits = load_16(staged + many_staged_at(row, chunk, chunks));
             *(uint4 *)((T *)to.out + (int64_t)shared.places[group][first + row] * 8 + output) = bits;
         }
         named_sync(STAGED + group, 128); /* before the next ones are staged */

@@ -44,12 +44,43 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+__device__ __forceinline__ uint4 load_16(uint32_t smem)
+{
+    uint4 bits;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "r"(smem));
+    return bits;
+}
 /* Four 8 x 8 matrices of 16-bit numbers, each turned: lane i has the address of row i % 8 of the (i / 8)-th as it lies then. */
 __device__ __forceinline__ void store_turned(uint32_t smem, const uint32_t (&values)[4])
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
                  "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
                  : "memory");
+}
+
+// --- words in global memory that other CTAs read while they run
+
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t *from)
+{
+    uint64_t value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_relaxed(uint64_t *to, uint64_t value)
+{
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *from)
+{
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release(uint32_t *to, uint32_t value)
+{
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // --- wgmma: d[64, N] (+)= a[64, 16] b[16, N]

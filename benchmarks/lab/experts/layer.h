@@ -76,7 +76,8 @@ struct layer_cta {
             for (int i = 0; i < LAYER_SLOTS; i++) barrier_init(smem_address(&shared.full[warp][i]), 1);
         barrier_init_fence();
         for (int i = threadIdx.x; i < LAYER_DISTINCT * LAYER_TOKENS; i += LAYER_WARPS * 32)
-            shared.weights[0][i] = 0, shared.pairs[0][i] = -1;
+            shared.weights[i / LAYER_TOKENS][i % LAYER_TOKENS] = 0,
+                                                 shared.pairs[i / LAYER_TOKENS][i % LAYER_TOKENS] = -1;
         if (threadIdx.x < LAYER_EXPERTS / 32) shared.used[threadIdx.x] = 0;
     }
 
@@ -121,8 +122,10 @@ struct layer_cta {
             }
             for (int i = 0; i < WORDS; i++) are_new = are_new && words[i] >> 32 == tag;
         } while (!are_new);
-        for (int i = 0; i < WORDS; i++)
-            shared.logits[0][threadIdx.x + i * LAYER_WARPS * 32] = __uint_as_float((uint32_t)words[i]);
+        for (int i = 0; i < WORDS; i++) {
+            const int at = threadIdx.x + i * LAYER_WARPS * 32;
+            shared.logits[at / LAYER_EXPERTS][at % LAYER_EXPERTS] = __uint_as_float((uint32_t)words[i]);
+        }
         __syncthreads();
     }
     /* A warp a token, as route_experts_kernel does it. (What it does of logits without a softmax is left out here.) */

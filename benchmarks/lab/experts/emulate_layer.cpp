@@ -69,7 +69,7 @@ int main()
                         its += (double)(float)x[t * HIDDEN + k] * (float)row[k + (size_t)WIDTH * HIDDEN];
                     }
                     const double right = gate / (1 + exp(-gate)) * its, off = fabs((float)its_act[o] - right) / (fabs(right) + 0.3);
-                    if (!(off <= worst)) worst = off;
+                    if (!(off <= worst)) worst = off == off ? off : INFINITY;
                 }
                 for (int o = 0; o < HIDDEN; o++) {
                     double product = 0;
@@ -81,7 +81,7 @@ int main()
             for (int o = 0; o < HIDDEN; o++) {
                 const double right = total[o] + (float)before[t * HIDDEN + o];
                 const double off = fabs((float)out[t * HIDDEN + o] - right) / (fabs(right) + 0.3);
-                if (!(off <= worst_out)) worst_out = off;
+                if (!(off <= worst_out)) worst_out = off == off ? off : INFINITY;
             }
         }
         printf("%d tokens in one kernel: act %.1e out %.1e tag %u\n", T, worst, worst_out, tags[0]);

@@ -50,7 +50,7 @@ static double worst_error(const std::vector<float> &got, const std::vector<doubl
     const double rms = sqrt(square / (double)right.size()) + 1e-30;
     for (size_t i = 0; i < got.size(); i++) {
         const double error = fabs(got[i] - right[i]) / (fabs(right[i]) + rms / 3);
-        if (!(error <= worst)) worst = error; /* NaN, too */
+        if (!(error <= worst)) worst = error == error ? error : INFINITY; /* NaN is worse than all */
     }
     return worst;
 }

@@ -69,6 +69,11 @@ struct many_cta {
     {
         return many_place_of<shape>(tile, params.num_blocks, rank);
     }
+    /* The group of a tile, or of the last one: those of the next tile are asked for while this one is worked at. */
+    __device__ __forceinline__ pk_expert_group group_of(int tile) const
+    {
+        return params.lists.groups[place_of(min(tile, num_tiles - 1)).group];
+    }
     __device__ __forceinline__ int64_t offset_of(int pair, int64_t stride, int64_t pair_stride) const
     {
         const int chosen = (int)args.num_chosen, token = pair / chosen;
@@ -91,11 +96,14 @@ struct many_cta {
     /* All the work of the thread that starts the engine. */
     __device__ __forceinline__ void copy_all() const
     {
+        if (walker >= num_tiles) return;
         many_ring at = {};
+        pk_expert_group next = group_of(walker);
 #pragma unroll 1
         for (int tile = walker; tile < num_tiles; tile += num_walkers) {
             const many_place place = place_of(tile);
-            const pk_expert_group group = params.lists.groups[place.group];
+            const pk_expert_group group = next;
+            next = group_of(tile + num_walkers);
             const int size = many_size(group.count), part = size / CLUSTER;
             const CUtensorMap *map = &params.x_maps[size / MANY_STEP - 1];
 #pragma unroll 1
@@ -132,11 +140,14 @@ struct many_cta {
     {
         const int thread = threadIdx.x - shape::WORKERS, piece = thread % 8;
         const uint32_t place_of_thread = ring + swizzled(thread / 8 * MANY_LINE * 2 + piece * 16);
+        if (walker >= num_tiles) return;
         many_ring at = {};
+        pk_expert_group next = group_of(walker);
 #pragma unroll 1
         for (int tile = walker; tile < num_tiles; tile += num_walkers) {
             const many_place place = place_of(tile);
-            const pk_expert_group group = params.lists.groups[place.group];
+            const pk_expert_group group = next;
+            next = group_of(tile + num_walkers);
             const bool is_known = group.expert < args.num_experts;
             int rows[ROWS_OF_COPIER];
             find_rows(rows, group, thread);
@@ -290,11 +301,14 @@ struct many_cta {
     {
         constexpr int TURNS = shape::PINGPONG ? 2 : 1;
         const int group = warp / 4, of_cta = (num_tiles - walker + num_walkers - 1) / num_walkers;
-        if (shape::PINGPONG && group == 1 && of_cta > 0) give_turn();
+        if (of_cta <= 0) return;
+        if (shape::PINGPONG && group == 1) give_turn();
+        pk_expert_group next = group_of(walker + (shape::PINGPONG ? group * num_walkers : 0));
 #pragma unroll 1
         for (int i = shape::PINGPONG ? group : 0; i < of_cta; i += TURNS) {
             const many_place place = place_of(walker + i * num_walkers);
-            const pk_expert_group rows = params.lists.groups[place.group];
+            const pk_expert_group rows = next;
+            next = group_of(walker + (i + TURNS) * num_walkers);
             int places[2]; /* they come while it multiplies */
             find_places(places, rows);
             float acc[shape::ACCUMULATORS];

@@ -24,15 +24,12 @@
 // --- CTAs
 
 enum { EMULATED_SMEM = 512 << 10, EMULATED_DYNAMIC = 256 << 10 };
-static std::vector<char> emulated_memory((size_t)EMULATED_CTAS * EMULATED_SMEM + 1024);
+static std::vector<char> emulated_memory((size_t)EMULATED_CTAS *EMULATED_SMEM + 1024);
 static int emulated_cta() { return emulated::current / EMULATED_CTA_THREADS; }
 static emulated::thread_index emulated_thread() { return {emulated::current % EMULATED_CTA_THREADS}; }
 static emulated::thread_index emulated_block() { return {emulated_cta()}; }
 static const emulated::thread_index emulated_grid = {EMULATED_CTAS};
-static char *emulated_base()
-{
-    return (char *)(((uintptr_t)emulated_memory.data() + 1023) & ~(uintptr_t)1023);
-}
+static char *emulated_base() { return (char *)(((uintptr_t)emulated_memory.data() + 1023) & ~(uintptr_t)1023); }
 static char *emulated_dynamic() { return emulated_base() + (size_t)emulated_cta() * EMULATED_SMEM + 16; }
 template <typename Shared>
 static Shared &emulated_static()
@@ -107,7 +104,8 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *, pk_dtype, const voi
                              const int64_t *strides, const int *box, pk_error *)
 {
     emulated_map its = {(const char *)data, ndim};
-    for (int i = 0; i < ndim; i++) its.sizes[i] = (int)sizes[i], its.strides[i] = (int)strides[i], its.box[i] = (int16_t)box[i];
+    for (int i = 0; i < ndim; i++)
+        its.sizes[i] = (int)sizes[i], its.strides[i] = (int)strides[i], its.box[i] = (int16_t)box[i];
     std::memcpy(map, &its, sizeof its);
     return PK_OK;
 }
@@ -231,7 +229,8 @@ struct many_wgmma {
                 for (int j = 0; j < N / 8; j++)
                     for (int e = 0; e < 2; e++) {
                         float &to = d[j * 4 + r * 2 + e], sum = 0;
-                        for (int k = 0; k < 16; k++) sum += of_a[k] * emulated_number<T>(b, j * 8 + lane % 4 * 2 + e, k);
+                        for (int k = 0; k < 16; k++)
+                            sum += of_a[k] * emulated_number<T>(b, j * 8 + lane % 4 * 2 + e, k);
                         to = add ? to + sum : sum;
                     }
             }
@@ -246,8 +245,8 @@ static void copy_2d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barri
     for (int rank = 0; rank < num_ctas; rank++)
         emulated_copy(address_in(rank, smem), map, address_in(rank, barrier), {c0, c1});
 }
-static void copy_5d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4,
-                           int num_ctas)
+static void copy_5d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                           int c4, int num_ctas)
 {
     for (int rank = 0; rank < num_ctas; rank++)
         emulated_copy(address_in(rank, smem), map, address_in(rank, barrier), {c0, c1, c2, c3, c4});
@@ -330,6 +329,11 @@ static T __ldcs(const T *at)
 {
     return *at;
 }
+template <typename T>
+static void __stcs(T *at, T value)
+{
+    *at = value;
+}
 extern "C" float __expf(float x) noexcept { return std::exp(x); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
@@ -342,7 +346,8 @@ cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return 
 static std::vector<__nv_bfloat16> emulated_numbers(size_t count, float scale)
 {
     std::vector<__nv_bfloat16> to(count);
-    for (auto &each : to) each = __float2bfloat16_rn(((float)(emulated_random() % 65536) / 65536 - 0.5f) * 3.46f * scale);
+    for (auto &each : to)
+        each = __float2bfloat16_rn(((float)(emulated_random() % 65536) / 65536 - 0.5f) * 3.46f * scale);
     return to;
 }
 

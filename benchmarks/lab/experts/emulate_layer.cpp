@@ -12,7 +12,8 @@ enum { HIDDEN = LAYER_WARPS * LAYER_PIECE, WIDTH = LAYER_PIECE };
 
 static cudaError_t run(const cudaLaunchConfig_t *config, const void *, void **args)
 {
-    if (config->gridDim.x != EMULATED_CTAS || config->blockDim.x != EMULATED_CTA_THREADS) return cudaErrorInvalidConfiguration;
+    if (config->gridDim.x != EMULATED_CTAS || config->blockDim.x != EMULATED_CTA_THREADS)
+        return cudaErrorInvalidConfiguration;
     std::memset(emulated_base(), 0xff, (size_t)EMULATED_CTAS * EMULATED_SMEM);
     emulated_barriers.clear();
     emulated::run([&] { expert_layer_kernel<bf16>(*(const layer_params *)args[0]); });
@@ -40,15 +41,18 @@ int main()
         params.x = x.data(), params.router = router.data(), params.act = act.data(), params.out = out.data();
         params.num_tokens = T, params.experts = experts.data(), params.weights = weights.data();
         params.tag = tags.data(), params.done = tags.data() + 32, params.logits = words.data();
-        pk_weight of_up = {up.data(), 2 * WIDTH, HIDDEN, HIDDEN, PK_BF16, true}, of_down = {down.data(), HIDDEN, WIDTH, WIDTH, PK_BF16, true};
+        pk_weight of_up = {up.data(), 2 * WIDTH, HIDDEN, HIDDEN, PK_BF16, true},
+                  of_down = {down.data(), HIDDEN, WIDTH, WIDTH, PK_BF16, true};
         of_up.of_experts.data = 2 * WIDTH * HIDDEN, of_down.of_experts.data = WIDTH * HIDDEN;
-        if (launch_layer<bf16>(params, of_up, of_down, on_host.call()) != PK_OK) return printf("%s\n", error.message), 1;
+        if (launch_layer<bf16>(params, of_up, of_down, on_host.call()) != PK_OK)
+            return printf("%s\n", error.message), 1;
         double worst = 0, worst_out = 0;
         for (int t = 0; t < T; t++) {
             std::vector<std::pair<double, int>> logits;
             for (int e = 0; e < LAYER_EXPERTS; e++) {
                 double sum = 0;
-                for (int k = 0; k < HIDDEN; k++) sum += (double)(float)x[t * HIDDEN + k] * (float)router[e * HIDDEN + k];
+                for (int k = 0; k < HIDDEN; k++)
+                    sum += (double)(float)x[t * HIDDEN + k] * (float)router[e * HIDDEN + k];
                 logits.push_back({-sum, e});
             }
             std::sort(logits.begin(), logits.end());
@@ -57,7 +61,8 @@ int main()
             std::vector<double> total(HIDDEN);
             for (int j = 0; j < LAYER_CHOSEN; j++) {
                 const int e = logits[j].second;
-                if (experts[t * LAYER_CHOSEN + j] != e) return printf("token %d: expert %d instead of %d\n", t, experts[t * LAYER_CHOSEN + j], e), 1;
+                if (experts[t * LAYER_CHOSEN + j] != e)
+                    return printf("token %d: expert %d instead of %d\n", t, experts[t * LAYER_CHOSEN + j], e), 1;
                 const double weight = exp(-logits[j].first) / sum;
                 if (!(fabs(weights[t * LAYER_CHOSEN + j] - weight) < 1e-4)) return printf("a weight is wrong\n"), 1;
                 const bf16 *its_act = &act[(t * LAYER_CHOSEN + j) * WIDTH];
@@ -68,7 +73,8 @@ int main()
                         gate += (double)(float)x[t * HIDDEN + k] * (float)row[k];
                         its += (double)(float)x[t * HIDDEN + k] * (float)row[k + (size_t)WIDTH * HIDDEN];
                     }
-                    const double right = gate / (1 + exp(-gate)) * its, off = fabs((float)its_act[o] - right) / (fabs(right) + 0.3);
+                    const double right = gate / (1 + exp(-gate)) * its,
+                                 off = fabs((float)its_act[o] - right) / (fabs(right) + 0.3);
                     if (!(off <= worst)) worst = off == off ? off : INFINITY;
                 }
                 for (int o = 0; o < HIDDEN; o++) {

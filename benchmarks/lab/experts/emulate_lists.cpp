@@ -14,12 +14,12 @@ static const emulated::thread_index emulated_block_dim = {256};
 
 #include <stdio.h>
 
-#define CHECK(...)                                                    \
-    do {                                                              \
-        if (!(__VA_ARGS__)) {                                         \
+#define CHECK(...)                                                   \
+    do {                                                             \
+        if (!(__VA_ARGS__)) {                                        \
             printf("%s:%d: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-            exit(1);                                                  \
-        }                                                             \
+            exit(1);                                                 \
+        }                                                            \
     } while (0)
 
 static void check(int pairs, int num_experts, int chosen, int kind, int most, int together)
@@ -27,7 +27,9 @@ static void check(int pairs, int num_experts, int chosen, int kind, int most, in
     std::vector<int32_t> experts((size_t)pairs);
     for (auto &each : experts) {
         const int any = (int)(emulated_random() % (unsigned)num_experts);
-        each = kind == 0 ? any : kind == 1 ? num_experts / 2 : any * (int)(emulated_random() % 2); /* any; one; half of them one */
+        each = kind == 0   ? any
+               : kind == 1 ? num_experts / 2
+                           : any * (int)(emulated_random() % 2); /* any; one; half of them one */
     }
     if (kind == 2) experts[0] = -1, experts[(size_t)pairs / 2] = num_experts, experts[(size_t)pairs - 1] = INT32_MAX;
     pk_expert_linear_args args = {};
@@ -43,7 +45,9 @@ static void check(int pairs, int num_experts, int chosen, int kind, int most, in
         emulated::run([&] { expert_order_kernel(args, lists); });
     for (size_t i = memory.size() - 64; i < memory.size(); i++) CHECK(memory[i] == 0x55);
     CHECK((bad.kind == PK_BAD_EXPERT) == (kind == 2));
-    auto kind_of = [&](int pair) { return experts[(size_t)pair] < 0 || experts[(size_t)pair] >= num_experts ? num_experts : experts[(size_t)pair]; };
+    auto kind_of = [&](int pair) {
+        return experts[(size_t)pair] < 0 || experts[(size_t)pair] >= num_experts ? num_experts : experts[(size_t)pair];
+    };
     std::vector<int> right((size_t)pairs);
     for (int i = 0; i < pairs; i++) right[(size_t)i] = i;
     std::stable_sort(right.begin(), right.end(), [&](int a, int b) { return kind_of(a) < kind_of(b); });

@@ -14,7 +14,8 @@ static int HIDDEN;
 static std::function<void(const many_params &)> kernel_now;
 static cudaError_t run(const cudaLaunchConfig_t *config, const void *, void **args)
 {
-    if (config->gridDim.x != EMULATED_CTAS || config->blockDim.x != EMULATED_CTA_THREADS) return cudaErrorInvalidConfiguration;
+    if (config->gridDim.x != EMULATED_CTAS || config->blockDim.x != EMULATED_CTA_THREADS)
+        return cudaErrorInvalidConfiguration;
     if (config->dynamicSmemBytes > EMULATED_DYNAMIC - 1024) return cudaErrorInvalidConfiguration;
     std::memset(emulated_base(), 0xff, (size_t)EMULATED_CTAS * EMULATED_SMEM); /* NaN */
     emulated_barriers.clear();
@@ -42,7 +43,8 @@ static void list(example &its, int most, int together)
         }
         const int count = (int)its.order.size() - first, rows = many_rows_of_group(count, most, together);
         for (int i = 0; i < many_groups(count, most, together); i++)
-            its.groups.push_back({e, many_rows_of(count, rows, i) ? first + i * rows : 0, many_rows_of(count, rows, i)});
+            its.groups.push_back(
+                {e, many_rows_of(count, rows, i) ? first + i * rows : 0, many_rows_of(count, rows, i)});
     }
     its.num_groups = (int)its.groups.size();
 }
@@ -71,7 +73,7 @@ static void check(const char *name, example &its, int lag)
     many_params params = {};
     pk_expert_linear_args &args = params.args;
     params.lists = {shape::ROWS, &its.num_groups, its.groups.data(), its.order.data()};
-    params.lag = lag, params.out_is_ordered = !shape::GATHERS;
+    params.lag = lag, params.streams = lag > 0, params.out_is_ordered = !shape::GATHERS;
     args.linear.x = {shape::GATHERS ? its.x.data() : ordered.data(), T, HIDDEN, PK_BF16};
     args.linear.weight = {its.up.data(), 2 * WIDTH, HIDDEN, HIDDEN, PK_BF16, true};
     args.linear.weight.of_experts.data = 2 * WIDTH * HIDDEN;
@@ -79,7 +81,8 @@ static void check(const char *name, example &its, int lag)
     args.linear.epilogue.out_stride = CHOSEN * WIDTH, args.linear.epilogue.out_dtype = PK_BF16;
     args.num_experts = EXPERTS, args.num_chosen = CHOSEN, args.out_pair_stride = WIDTH;
     args.x_pair_stride = shape::GATHERS ? 0 : HIDDEN, args.experts = its.experts.data();
-    if (launch_many<bf16, shape>(params, EMULATED_CTAS, on_host.call()) != PK_OK) printf("%s\n", error.message), exit(1);
+    if (launch_many<bf16, shape>(params, EMULATED_CTAS, on_host.call()) != PK_OK)
+        printf("%s\n", error.message), exit(1);
     params.out_is_ordered = false;
     args.linear.x = {act.data(), T, CHOSEN * WIDTH, PK_BF16}, args.x_pair_stride = WIDTH;
     args.linear.weight = {its.down.data(), HIDDEN, WIDTH, WIDTH, PK_BF16, true};
@@ -87,7 +90,8 @@ static void check(const char *name, example &its, int lag)
     args.linear.epilogue = {};
     args.linear.epilogue.out = out.data(), args.linear.epilogue.out_stride = CHOSEN * HIDDEN;
     args.linear.epilogue.out_dtype = PK_BF16, args.out_pair_stride = HIDDEN;
-    if (launch_many<bf16, shape>(params, EMULATED_CTAS, on_host.call()) != PK_OK) printf("%s\n", error.message), exit(1);
+    if (launch_many<bf16, shape>(params, EMULATED_CTAS, on_host.call()) != PK_OK)
+        printf("%s\n", error.message), exit(1);
 
     double worst = 0, worst_out = 0;
     for (int i = 0; i < pairs; i++) {
@@ -124,7 +128,8 @@ int main()
         std::shuffle(its.experts.begin(), its.experts.end(), emulated_random);
         its.experts.resize(its.experts.size() / CHOSEN * CHOSEN);
         its.x = emulated_numbers(its.experts.size() / CHOSEN * HIDDEN, 1);
-        its.up = emulated_numbers(EXPERTS * 2 * WIDTH * HIDDEN, 0.07f), its.down = emulated_numbers(EXPERTS * WIDTH * HIDDEN, 0.15f);
+        its.up = emulated_numbers(EXPERTS * 2 * WIDTH * HIDDEN, 0.07f),
+        its.down = emulated_numbers(EXPERTS * WIDTH * HIDDEN, 0.15f);
         check<many_shape<1, 256, 4, false, true>>("128x256 gather", its, 0);
         check<many_shape<1, 256, 4, false, true>>("128x256 gather", its, 2);
         check<many_shape<1, 256, 4, false, false>>("128x256 engine", its, 1);

@@ -105,7 +105,7 @@ enum { LAYERS = 4 };
 static cudaStream_t stream;
 
 /* us of body(layer), the median of graphs that go over the weights of LAYERS layers in turn for `ms`. */
-static float timed(const std::function<void(int)> &body, float ms = 40)
+static float timed(const std::function<void(int)> &body, float ms = 100)
 {
     cudaGraph_t graph;
     cudaGraphExec_t exec;

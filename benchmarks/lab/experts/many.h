@@ -20,6 +20,7 @@ struct many_params {
     pk_expert_linear_args args;
     pk_expert_groups lists;
     bool out_is_ordered; /* the rows of out are in the order of the lists; else where their pairs are */
+    bool streams;        /* out is not to stay in the L2 cache: the weight and x are read again there */
     int num_blocks;      /* of an expert's rows, TILE each */
     int lag; /* steps that a warpgroup stays behind the one before: what it multiplies while that one writes */
 };
@@ -260,7 +261,11 @@ struct many_cta {
         for (int row = thread / chunks; row < MANY_STAGED; row += rows_at_once) {
             if (first + row >= count || output >= num_outputs) continue;
             const uint4 bits = load_16(staged + many_staged_at(row, chunk, chunks));
-            *(uint4 *)((T *)to.out + (int64_t)shared.places[group][first + row] * 8 + output) = bits;
+            uint4 *at = (uint4 *)((T *)to.out + (int64_t)shared.places[group][first + row] * 8 + output);
+            if (params.streams)
+                __stcs(at, bits);
+            else
+                *at = bits;
         }
         named_sync(STAGED + group, 128); /* before the next ones are staged */
     }

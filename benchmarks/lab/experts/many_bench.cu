@@ -290,7 +290,7 @@ static void time_tokens(int T)
             all.down();
         });
         of.back() = {its_up, its_down};
-        printf("%5d tokens, %-28s up %7.1f us %4.0f TFLOP/s  down %7.1f us %4.0f TFLOP/s\n", T, each.name, its_up,
+        printf("%5d tokens, %-35s up %7.1f us %4.0f TFLOP/s  down %7.1f us %4.0f TFLOP/s\n", T, each.name, its_up,
                up_flop / its_up / 1e6, its_down, down_flop / its_down / 1e6);
         fflush(stdout);
     }

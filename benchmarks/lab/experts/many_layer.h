@@ -13,12 +13,13 @@ struct variant {
     int rows, together;
     bool gathers;
     int lag;
+    bool streams;
     pk_status (*launch)(many_params &, int, const pk_cuda_call &);
 };
 template <typename shape>
-static constexpr variant variant_of(const char *name, int lag = 0)
+static constexpr variant variant_of(const char *name, int lag = 0, bool streams = false)
 {
-    return {name, shape::ROWS, shape::GROUPS_TOGETHER, shape::GATHERS, lag, launch_many<bf16, shape>};
+    return {name, shape::ROWS, shape::GROUPS_TOGETHER, shape::GATHERS, lag, streams, launch_many<bf16, shape>};
 }
 /* weight's rows x rows of x; "2 x": two tiles in turn. Where they share a tile: how many steps the second stays behind. */
 static const variant VARIANTS[] = {
@@ -35,6 +36,7 @@ static const variant VARIANTS[] = {
     variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather lag 1", 1),
     variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared"),
     variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared lag 1", 1),
+    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared lag 1 streams", 1, true),
     variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine"),
     variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine lag 1", 1),
     variant_of<many_shape<2, 192, 3, false, false, 2>>("256x192 rows shared"),
@@ -42,6 +44,7 @@ static const variant VARIANTS[] = {
     variant_of<many_shape<2, 192, 5, true, true, 2>>("2 x 128x192 weight shared"),
     variant_of<many_shape<2, 192, 5, true, false>>("2 x 128x192 engine"),
     variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 rows shared"),
+    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 rows shared streams", 0, true),
     variant_of<many_shape<2, 128, 6, true, true>>("2 x 128x128 gather"),
     variant_of<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 rows shared"),
     variant_of<many_shape<2, 128, 4, false, true>>("256x128 gather"),
@@ -124,7 +127,7 @@ struct parts {
     void launch(const variant &of_product, many_params &params)
     {
         params.lists = lists().lists;
-        params.lag = of_product.lag;
+        params.lag = of_product.lag, params.streams = of_product.streams;
         of_product.launch(params, call.device->num_sms, call);
     }
     void up()

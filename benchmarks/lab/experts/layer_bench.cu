@@ -103,6 +103,7 @@ static bool check(int T)
     bf16 *before = made<bf16>(outs, 1, 99);
     double *right;
     OK(cudaMalloc(&right, (size_t)std::max(acts, outs) * 8));
+    OK(cudaDeviceSynchronize()); /* what is made is made on another stream */
     std::vector<float> act_of[3], out_of[3];
     for (int run = 0; run < 3; run++) {
         OK(cudaMemsetAsync(act, 0xff, (size_t)acts * 2, stream));

@@ -1,0 +1,238 @@
+/* kernel.h - few rows of bfloat16 by a weight in float8 or int4, over any source of units.
+ *
+ * A CTA has some blocks of 16 outputs and all inputs; its warps share the inputs, a line of LG groups each, so that a line
+ * of x is made ready once, in registers, and multiplied by one block after the other. Sums meet in shared memory.
+ */
+#ifndef LAB_KERNEL_H
+#define LAB_KERNEL_H
+
+#include "sources.h"
+
+struct params {
+    const char *weight;
+    const __nv_bfloat16 *x;
+    __nv_bfloat16 *out;
+    float *out_f32;          /* instead, for checks */
+    const float *row_scales; /* of float8, or NULL: then the tails have the scales of blocks */
+    int num_rows, size /* inputs */, num_blocks, x_stride, out_stride;
+    int blocks_per_cta, round_size; /* blocks */
+    int trigger;                    /* when the next kernel may start: 0 at once, 1 behind the wait, 2 behind x, 3 at the last copy */
+    int lines_to_l2;                /* of each warp, beyond its ring, before the wait */
+    bool is_gated;                  /* blocks are 8 gates and their 8 ups */
+};
+
+template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, bool HAS_MATH_ = true>
+struct shape {
+    using F = F_;
+    static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_;
+    static constexpr int THREADS = WARPS * 32, LINE_UNITS = LG / F::UNIT_GROUPS, ROWS = 8 / GPC * EIGHTS;
+    static constexpr source_kind KIND = KIND_;
+    static constexpr bool HAS_MATH = HAS_MATH_;
+    /* Slots of registers have names: lines take turns. */
+    static constexpr int PHASES = KIND == DIRECT ? DEPTH / LINE_UNITS : 1;
+    static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
+    using source = std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH>,
+                                      std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
+    static constexpr int ROW_FLOATS = ROWS == 2 ? 16 : 20, BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
+    static constexpr int SUMS_ROOM = CTAS == 2 ? 10240 : 40960;
+    static constexpr int most_round() { return SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) > 0 ? SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) : 1; }
+    static constexpr int smem_bytes(int round_size) { return WARPS * (source::BYTES + round_size * BLOCK_FLOATS * 4); }
+    static constexpr int OUTPUTS = (most_round() * BLOCK * ROWS + THREADS - 1) / THREADS; /* of a thread */
+};
+
+/* A block's line, of which a lane's rows lie in its quarter columns: their sum over lanes of the same rows goes to `to`. */
+template <class S>
+__device__ __forceinline__ void leave(const float (&total)[S::EIGHTS][4], float *to, int g, int q, bool is_first)
+{
+    const auto put = [&](int row, int half, float value) {
+        float *at = to + row * S::ROW_FLOATS + half * 8 + g;
+        *at = is_first ? value : *at + value;
+    };
+    for (int e = 0; e < S::EIGHTS; e++) {
+        if constexpr (S::GPC == 1) {
+            for (int i = 0; i < 4; i++) put(e * 8 + q * 2 + i % 2, i / 2, total[e][i]);
+        } else {
+            float two[2];
+            for (int i = 0; i < 2; i++) {
+                const float kept = q & 2 ? total[e][2 + i] : total[e][i], sent = q & 2 ? total[e][i] : total[e][2 + i];
+                two[i] = kept + __shfl_xor_sync(~0u, sent, 2);
+            }
+            if constexpr (S::GPC == 2) {
+                for (int i = 0; i < 2; i++) put(q % 2 * 2 + i, q / 2, two[i]);
+            } else {
+                const float kept = q & 1 ? two[1] : two[0], sent = q & 1 ? two[0] : two[1];
+                put(q % 2, q / 2, kept + __shfl_xor_sync(~0u, sent, 1));
+            }
+        }
+    }
+}
+
+/* GROUPS groups of a unit, from `first` on, by their part of x's line: two chains of instructions where registers allow. */
+template <class S, int U, int GROUPS>
+__device__ __forceinline__ void multiply(float (&total)[S::EIGHTS][4], const uint4 (&w)[4],
+                                         const tail<S::F::template WORDS<S::GPC>> &its,
+                                         const line_of_x<typename S::F, S::LG, S::GPC, S::EIGHTS> &x, int q, int first)
+{
+    using F = typename S::F;
+    constexpr int CHAINS = GROUPS * S::EIGHTS == 1 ? 2 : 1;
+    float c[GROUPS][CHAINS][S::EIGHTS][4];
+    typename F::zeros zeros[GROUPS];
+    for (int i = 0; i < GROUPS; i++) zeros[i] = F::zeros_of(its.zeros, first + i);
+    for (int step = 0; step < STEPS; step++)
+        for (int i = 0; i < GROUPS; i++) {
+            const int set = (U * F::UNIT_GROUPS + first + i) / S::GPC;
+            uint32_t a[4];
+            F::fragment(a, w, first + i, step, zeros[i]);
+            for (int e = 0; e < S::EIGHTS; e++) {
+                float(&sums)[4] = c[i][step % CHAINS][e];
+                if (step < CHAINS) { /* begins with what the inputs' sums make of the zero, or with 0 */
+                    const bool has_it = F::IS_INT4 && !F::HAS_ZEROS && !F::SUBTRACTS && step == 0;
+                    const float low = has_it ? x.sums[set][e][0] : 0, high = has_it ? x.sums[set][e][1] : 0;
+                    mma<F::IS_F16>(sums, a, x.x[set][e][step * 2], x.x[set][e][step * 2 + 1], {low, high, low, high});
+                } else {
+                    mma<F::IS_F16>(sums, a, x.x[set][e][step * 2], x.x[set][e][step * 2 + 1], sums);
+                }
+            }
+        }
+    for (int n = 0; n < GROUPS; n++) {
+        const int j = U * F::UNIT_GROUPS + first + n;
+        if (j % S::GPC != columns<S::GPC>::group_of_sums(q)) continue;
+        const float2 scale = F::template scale_of<S::GPC>(its, first + n);
+        for (int e = 0; e < S::EIGHTS; e++)
+            for (int i = 0; i < 4; i++) {
+                float sum = c[n][0][e][i];
+                if (CHAINS == 2) sum += c[n][1][e][i];
+                if constexpr (F::HAS_ZEROS && !F::SUBTRACTS) {
+                    const float2 zero = F::zero_of(its.zeros, first + n);
+                    sum += ((i / 2 ? zero.y : zero.x) + F::OFFSET) * x.sums[j / S::GPC][e][i % 2];
+                }
+                total[e][i] += (i / 2 ? scale.y : scale.x) * sum;
+            }
+    }
+}
+
+template <class S, int PHASE, int U, class Source, class X>
+__device__ __forceinline__ void units_from(Source &source, float (&total)[S::EIGHTS][4], const X &x, int q)
+{
+    if constexpr (U < S::LINE_UNITS) {
+        constexpr int SLOT = PHASE * S::LINE_UNITS + U;
+        uint4 w[4];
+        tail<Source::WORDS> its;
+        source.template take<SLOT>(w, its);
+        if constexpr (S::HAS_MATH) {
+            constexpr int GROUPS = S::F::UNIT_GROUPS, AT_ONCE = S::GPC > 1 ? GROUPS : 1;
+            for (int first = 0; first < GROUPS; first += AT_ONCE) multiply<S, U, AT_ONCE>(total, w, its, x, q, first);
+        } else {
+            uint32_t all = its.scales[0];
+            for (int i = 0; i < 4; i++) all ^= w[i].x ^ w[i].y ^ w[i].z ^ w[i].w;
+            total[0][0] += __uint_as_float(all & 0x007fffff); /* denormals: nothing */
+        }
+        source.template done<SLOT>(w, its);
+        units_from<S, PHASE, U + 1>(source, total, x, q);
+    }
+}
+
+template <class S>
+__device__ __forceinline__ float sum_of(const float *sums, const params &p, int active_warps, int block, int row, int output)
+{
+    const float *from = sums + block * S::BLOCK_FLOATS + row * S::ROW_FLOATS + output;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < S::WARPS; w++)
+        if (w < active_warps) sum += from[w * p.round_size * S::BLOCK_FLOATS];
+    return sum;
+}
+__device__ static inline float rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
+
+/* Of what a thread writes as its i-th output of a round; of a gated one its gate and its up. */
+template <class S>
+__device__ __forceinline__ float2 row_scale_of(const params &p, int i, int first, int blocks)
+{
+    if (!p.row_scales) return {1, 1};
+    const int width = p.is_gated ? BLOCK / 2 : BLOCK, output = (threadIdx.x + i * S::THREADS) % (blocks * width);
+    const float *from = p.row_scales + (first + output / width) * BLOCK + output % width;
+    return {from[0], p.is_gated ? from[8] : 0};
+}
+
+/* The outputs of a round, from the warps' sums. */
+template <class S>
+__device__ __forceinline__ void write_round(const params &p, const float *sums, const float2 (&row_scale)[S::OUTPUTS],
+                                            int active, int first, int blocks)
+{
+    const int width = p.is_gated ? BLOCK / 2 : BLOCK, outputs = blocks * width;
+    for (int i = 0; i < S::OUTPUTS; i++) {
+        const int at = threadIdx.x + i * S::THREADS, row = at / outputs, output = at - row * outputs;
+        if (row >= p.num_rows) break;
+        const int block = output / width, in_block = output - block * width;
+        float sum = sum_of<S>(sums, p, active, block, row, in_block) * row_scale[i].x;
+        if (p.is_gated) {
+            const float gate = rounded(sum), up = sum_of<S>(sums, p, active, block, row, in_block + 8) * row_scale[i].y;
+            sum = rounded(gate / (1 + __expf(-gate))) * rounded(up);
+        }
+        const int64_t to = (int64_t)row * p.out_stride + (int64_t)first * width + output;
+        if (p.out_f32)
+            p.out_f32[to] = sum;
+        else
+            p.out[to] = __float2bfloat16(sum);
+    }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_constant__ params p)
+{
+    using F = typename S::F;
+    extern __shared__ __align__(128) char smem[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    if (p.trigger == 0) let_next_start();
+
+    const int num_lines = p.size / (S::LG * GROUP), begin = blockIdx.x * p.blocks_per_cta,
+              end = min(begin + p.blocks_per_cta, p.num_blocks);
+    walk at = {};
+    at.base = p.weight, at.line_bytes = S::LINE_UNITS * F::UNIT, at.num_lines = num_lines, at.warp = at.line = warp;
+    at.step = S::WARPS, at.round_size = p.round_size, at.end = warp < num_lines ? end : begin, at.block = begin;
+    at.round_end = begin + p.round_size;
+    at.find();
+    typename S::source source(at, smem + warp * S::source::BYTES, lane);
+    float *sums = (float *)(smem + S::WARPS * S::source::BYTES);
+    source.fill(p.lines_to_l2);
+
+    wait_for_previous();
+    if (p.trigger == 1) let_next_start();
+    line_of_x<F, S::LG, S::GPC, S::EIGHTS> x;
+    int ready = -1, phase = 0;
+    const int active = min(num_lines, S::WARPS);
+    for (int first = begin; first < end; first += p.round_size) {
+        const int blocks = min(p.round_size, end - first);
+        float2 row_scale[S::OUTPUTS];
+        for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = row_scale_of<S>(p, i, first, blocks);
+        for (int line = warp; line < num_lines; line += S::WARPS) {
+            if (line != ready) {
+                x.load(p.x, p.x_stride, p.num_rows, line, g, q);
+                x.make_ready(q);
+                if (ready < 0 && p.trigger == 2) let_next_start();
+                ready = line;
+            }
+            for (int block = 0; block < blocks; block++) {
+                float total[S::EIGHTS][4] = {};
+                if constexpr (S::PHASES == 2) {
+                    if (phase == 0)
+                        units_from<S, 0, 0>(source, total, x, q);
+                    else
+                        units_from<S, 1, 0>(source, total, x, q);
+                    phase ^= 1;
+                } else {
+                    units_from<S, 0, 0>(source, total, x, q);
+                }
+                for (int e = 0; e < S::EIGHTS; e++)
+                    for (int i = 0; i < 4; i++) total[e][i] *= x.unscale[e][i % 2];
+                leave<S>(total, sums + (warp * p.round_size + block) * S::BLOCK_FLOATS, g, q, line == warp);
+            }
+        }
+        if (p.trigger == 3 && first + blocks >= end) let_next_start();
+        __syncthreads();
+        write_round<S>(p, sums, row_scale, active, first, blocks);
+        if (first + blocks < end) __syncthreads();
+    }
+}
+
+#endif

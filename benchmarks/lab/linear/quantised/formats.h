@@ -115,18 +115,24 @@ struct line_of_x {
     uint32_t x[SETS][EIGHTS][16];
     float unscale[EIGHTS][2], sums[SETS][EIGHTS][2]; /* the last only where they are needed */
 
-    __device__ __forceinline__ void load(const __nv_bfloat16 *from, int stride, int num_rows, int line, int g, int q)
+    /* Of a lane's columns in line 0. */
+    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int g, int q)
+    {
+        return from + columns<GPC>::row_of_x(g) * stride + columns<GPC>::group_of_x(g) * GROUP + q * 8;
+    }
+    __device__ __forceinline__ void load(const __nv_bfloat16 *at, int stride, int num_rows, int line, int g)
     {
         for (int s = 0; s < SETS; s++)
-            for (int e = 0; e < EIGHTS; e++) {
-                const int row = columns<GPC>::row_of_x(g) + e * 8;
-                const __nv_bfloat16 *at =
-                    from + (int64_t)row * stride + (line * LG + s * GPC + columns<GPC>::group_of_x(g)) * GROUP + q * 8;
+            for (int e = 0; e < EIGHTS; e++)
                 for (int p = 0; p < 4; p++) {
-                    const uint4 bits = row < num_rows ? load_16(at + p * 32) : uint4{};
+                    const bool has_row = columns<GPC>::row_of_x(g) + e * 8 < num_rows;
+                    const uint4 bits = has_row ? load_16(at + e * 8 * stride + (line * LG + s * GPC) * GROUP + p * 32) : uint4{};
                     for (int i = 0; i < 4; i++) x[s][e][p * 4 + i] = ((const uint32_t *)&bits)[i];
                 }
-            }
+    }
+    __device__ __forceinline__ void take(const line_of_x &other)
+    {
+        for (int i = 0; i < SETS * EIGHTS * 16; i++) x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16] = other.x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16];
     }
     /* To float16, times a power of two of each column. */
     __device__ __forceinline__ void convert(int e, int q)

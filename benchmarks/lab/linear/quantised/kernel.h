@@ -21,7 +21,7 @@ struct params {
     bool is_gated;                  /* blocks are 8 gates and their 8 ups */
 };
 
-template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, bool HAS_MATH_ = true>
+template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, int COPY_UNITS = 1, bool HAS_MATH_ = true>
 struct shape {
     using F = F_;
     static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_;
@@ -31,7 +31,7 @@ struct shape {
     /* Slots of registers have names: lines take turns. */
     static constexpr int PHASES = KIND == DIRECT ? DEPTH / LINE_UNITS : 1;
     static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
-    using source = std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH>,
+    using source = std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
                                       std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
     static constexpr int ROW_FLOATS = ROWS == 2 ? 16 : 20, BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
     static constexpr int SUMS_ROOM = CTAS == 2 ? 10240 : 40960;
@@ -132,44 +132,50 @@ __device__ __forceinline__ void units_from(Source &source, float (&total)[S::EIG
     }
 }
 
+/* What a thread writes of each round, found before the wait: an output of a block, or a gated pair of 8 apart. */
 template <class S>
-__device__ __forceinline__ float sum_of(const float *sums, const params &p, int active_warps, int block, int row, int output)
-{
-    const float *from = sums + block * S::BLOCK_FLOATS + row * S::ROW_FLOATS + output;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < S::WARPS; w++)
-        if (w < active_warps) sum += from[w * p.round_size * S::BLOCK_FLOATS];
-    return sum;
-}
-__device__ static inline float rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
+struct share {
+    int row[S::OUTPUTS], block[S::OUTPUTS], in_block[S::OUTPUTS];
 
-/* Of what a thread writes as its i-th output of a round; of a gated one its gate and its up. */
-template <class S>
-__device__ __forceinline__ float2 row_scale_of(const params &p, int i, int first, int blocks)
-{
-    if (!p.row_scales) return {1, 1};
-    const int width = p.is_gated ? BLOCK / 2 : BLOCK, output = (threadIdx.x + i * S::THREADS) % (blocks * width);
-    const float *from = p.row_scales + (first + output / width) * BLOCK + output % width;
-    return {from[0], p.is_gated ? from[8] : 0};
-}
+    __device__ __forceinline__ explicit share(const params &p)
+    {
+        const int bits = p.is_gated ? 3 : 4, outputs = p.round_size << bits;
+        for (int i = 0; i < S::OUTPUTS; i++) {
+            const int at = threadIdx.x + i * S::THREADS;
+            row[i] = at / outputs, block[i] = (at - row[i] * outputs) >> bits, in_block[i] = at & ((1 << bits) - 1);
+        }
+    }
+    /* Of float8 by rows: of the output, or of gate and up. */
+    __device__ __forceinline__ float2 scale(const params &p, int i, int first) const
+    {
+        if (!p.row_scales || first + block[i] >= p.num_blocks) return {1, 1};
+        const float *from = p.row_scales + (first + block[i]) * BLOCK + in_block[i];
+        return {from[0], p.is_gated ? from[8] : 0};
+    }
+    __device__ __forceinline__ float sum(const float *sums, int i, int output) const
+    {
+        const float *from = sums + block[i] * S::WARPS * S::BLOCK_FLOATS + row[i] * S::ROW_FLOATS + output;
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < S::WARPS; w++) sum += from[w * S::BLOCK_FLOATS];
+        return sum;
+    }
+};
+__device__ static inline float rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
 
 /* The outputs of a round, from the warps' sums. */
 template <class S>
-__device__ __forceinline__ void write_round(const params &p, const float *sums, const float2 (&row_scale)[S::OUTPUTS],
-                                            int active, int first, int blocks)
+__device__ __forceinline__ void write_round(const params &p, const share<S> &its, const float *sums,
+                                            const float2 (&row_scale)[S::OUTPUTS], int first, int blocks)
 {
-    const int width = p.is_gated ? BLOCK / 2 : BLOCK, outputs = blocks * width;
     for (int i = 0; i < S::OUTPUTS; i++) {
-        const int at = threadIdx.x + i * S::THREADS, row = at / outputs, output = at - row * outputs;
-        if (row >= p.num_rows) break;
-        const int block = output / width, in_block = output - block * width;
-        float sum = sum_of<S>(sums, p, active, block, row, in_block) * row_scale[i].x;
+        if (its.row[i] >= p.num_rows || its.block[i] >= blocks) continue;
+        float sum = its.sum(sums, i, its.in_block[i]) * row_scale[i].x;
         if (p.is_gated) {
-            const float gate = rounded(sum), up = sum_of<S>(sums, p, active, block, row, in_block + 8) * row_scale[i].y;
+            const float gate = rounded(sum), up = its.sum(sums, i, its.in_block[i] + 8) * row_scale[i].y;
             sum = rounded(gate / (1 + __expf(-gate))) * rounded(up);
         }
-        const int64_t to = (int64_t)row * p.out_stride + (int64_t)first * width + output;
+        const int64_t to = (int64_t)its.row[i] * p.out_stride + (first + its.block[i]) * (p.is_gated ? BLOCK / 2 : BLOCK) + its.in_block[i];
         if (p.out_f32)
             p.out_f32[to] = sum;
         else
@@ -196,22 +202,38 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     float *sums = (float *)(smem + S::WARPS * S::source::BYTES);
     source.fill(p.lines_to_l2);
 
-    wait_for_previous();
-    if (p.trigger == 1) let_next_start();
+    const share<S> its(p);
+    float2 row_scale[S::OUTPUTS];
+    for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = its.scale(p, i, begin);
     line_of_x<F, S::LG, S::GPC, S::EIGHTS> x;
-    int ready = -1, phase = 0;
-    const int active = min(num_lines, S::WARPS);
+    const __nv_bfloat16 *x_at = x.place(p.x, p.x_stride, g, q);
+    if (warp >= num_lines) /* its sums are 0 */
+        for (int i = lane; i < p.round_size * S::BLOCK_FLOATS; i += 32)
+            sums[(i / S::BLOCK_FLOATS * S::WARPS + warp) * S::BLOCK_FLOATS + i % S::BLOCK_FLOATS] = 0;
+    keep(x_at);
+
+    wait_for_previous();
+    if (warp < num_lines) x.load(x_at, p.x_stride, p.num_rows, warp, g);
+    if (p.trigger == 1) let_next_start();
+    if (warp < num_lines) x.make_ready(q);
+    if (p.trigger == 2) let_next_start();
+    /* Where registers allow, the next line of x comes during this one. */
+    constexpr bool COMES_EARLY = S::LG / S::GPC * S::EIGHTS == 1;
+    line_of_x<F, S::LG, S::GPC, S::EIGHTS> next_x;
+    int ready = warp, phase = 0;
     for (int first = begin; first < end; first += p.round_size) {
         const int blocks = min(p.round_size, end - first);
-        float2 row_scale[S::OUTPUTS];
-        for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = row_scale_of<S>(p, i, first, blocks);
         for (int line = warp; line < num_lines; line += S::WARPS) {
             if (line != ready) {
-                x.load(p.x, p.x_stride, p.num_rows, line, g, q);
+                if constexpr (COMES_EARLY)
+                    x.take(next_x);
+                else
+                    x.load(x_at, p.x_stride, p.num_rows, line, g);
                 x.make_ready(q);
-                if (ready < 0 && p.trigger == 2) let_next_start();
                 ready = line;
             }
+            if (COMES_EARLY && num_lines > S::WARPS)
+                next_x.load(x_at, p.x_stride, p.num_rows, line + S::WARPS < num_lines ? line + S::WARPS : warp, g);
             for (int block = 0; block < blocks; block++) {
                 float total[S::EIGHTS][4] = {};
                 if constexpr (S::PHASES == 2) {
@@ -225,13 +247,15 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
                 }
                 for (int e = 0; e < S::EIGHTS; e++)
                     for (int i = 0; i < 4; i++) total[e][i] *= x.unscale[e][i % 2];
-                leave<S>(total, sums + (warp * p.round_size + block) * S::BLOCK_FLOATS, g, q, line == warp);
+                leave<S>(total, sums + (block * S::WARPS + warp) * S::BLOCK_FLOATS, g, q, line == warp);
             }
         }
         if (p.trigger == 3 && first + blocks >= end) let_next_start();
         __syncthreads();
-        write_round<S>(p, sums, row_scale, active, first, blocks);
-        if (first + blocks < end) __syncthreads();
+        write_round<S>(p, its, sums, row_scale, first, blocks);
+        if (first + blocks >= end) break;
+        for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = its.scale(p, i, first + blocks);
+        __syncthreads();
     }
 }
 

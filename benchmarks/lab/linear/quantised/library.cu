@@ -92,16 +92,20 @@ void library_layers::release()
 }
 
 void library_layers::launch(int layer, int product, const void *x, int x_stride, void *out, int out_stride, int num_rows,
-                            cudaStream_t stream) const
+                            cudaStream_t stream, int copy) const
 {
     pk_linear_args args = {};
     args.x.data = x, args.x.num_rows = num_rows, args.x.stride = x_stride, args.x.dtype = PK_BF16;
     pk_weight &weight = args.weight;
-    weight.data = weights[layer][product], weight.out_features = OUTPUTS_OF[product], weight.in_features = INPUTS_OF[product];
+    /* Small ones lie in the rows of gate and up, so that there are enough of them. */
+    const int copies = product < 2 ? OUTPUTS_OF[2] / OUTPUTS_OF[product] : 1, from = product < 2 ? 2 : product;
+    const int64_t row = copy % copies * OUTPUTS_OF[product];
+    weight.data = (const char *)weights[layer][from] + row * INPUTS_OF[product] * bits / 8, weight.out_features = OUTPUTS_OF[product], weight.in_features = INPUTS_OF[product];
     weight.stride = bits == 4 ? INPUTS_OF[product] / 2 : INPUTS_OF[product], weight.is_constant = true;
     weight.dtype = bits == 16 ? PK_BF16 : bits == 8 ? PK_F8E4M3 : PK_U8;
     if (bits < 16) {
-        weight.scales = scales[layer][product], weight.scales_stride = INPUTS_OF[product] / 128;
+        weight.scales = (const char *)scales[layer][from] + row / (bits == 8 ? 128 : 1) * (INPUTS_OF[product] / 128) * (bits == 8 ? 4 : 2),
+        weight.scales_stride = INPUTS_OF[product] / 128;
         weight.block_rows = bits == 8 ? 128 : 1, weight.block_columns = 128, weight.scales_dtype = bits == 8 ? PK_F32 : PK_BF16;
     }
     args.epilogue.is_gated = product == 2, args.epilogue.out = out, args.epilogue.out_stride = out_stride;

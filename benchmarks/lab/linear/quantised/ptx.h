@@ -40,6 +40,9 @@ __device__ __forceinline__ void fp8_to_f16(uint32_t four, uint32_t &low, uint32_
         : "r"(four));
 }
 
+/* It is made here, not where it is needed. */
+__device__ __forceinline__ void keep(const void *at) { asm volatile("" ::"l"(at) : "memory"); }
+
 // --- loads; none of them moves across another, nor across the wait for the previous kernel
 __device__ __forceinline__ uint4 load_16(const void *from)
 {

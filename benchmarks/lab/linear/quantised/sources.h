@@ -34,54 +34,58 @@ struct walk {
     }
 };
 
-template <class F, int LG, int GPC, int DEPTH_>
+/* COPY_UNITS neighbours of a line come by one copy. */
+template <class F, int LG, int GPC, int DEPTH_, int COPY_UNITS>
 struct bulk_source {
     static constexpr int DEPTH = DEPTH_, WORDS = F::template WORDS<GPC>, LINE_UNITS = LG / F::UNIT_GROUPS;
-    static constexpr int BYTES = DEPTH * (F::UNIT + 8) + (DEPTH % 2 ? 8 : 0); /* of a warp */
+    static constexpr int COPIES = DEPTH / COPY_UNITS, BYTES = DEPTH * F::UNIT + (COPIES + COPIES % 2) * 8; /* of a warp */
+    static_assert(DEPTH % COPY_UNITS == 0 && LINE_UNITS % COPY_UNITS == 0, "whole copies");
     walk at;
     const char *ring;
     uint32_t ring_address, full;
-    int lane, slot = 0, phase = 0, tail_at, zeros_at;
+    int lane, copy = 0, phase = 0, tail_at, zeros_at;
 
     __device__ __forceinline__ bulk_source(const walk &at, char *smem, int lane) : at(at), ring(smem), lane(lane)
     {
         ring_address = shared_address(smem), full = ring_address + DEPTH * F::UNIT;
         tail_at = F::TAIL_SCALES + F::template scales_at<GPC>(lane / 4, lane % 4), zeros_at = F::zeros_at(lane / 4);
     }
-    __device__ __forceinline__ void ask(int slot)
+    __device__ __forceinline__ void ask(int copy)
     {
-        if (at.is_valid() && lane == 0) bulk_copy(ring_address + slot * F::UNIT, at.from(), F::UNIT, full + slot * 8);
-        if (at.is_valid()) at.template next<F::UNIT, LINE_UNITS>();
+        constexpr int BYTES = COPY_UNITS * F::UNIT;
+        if (at.is_valid() && lane == 0) bulk_copy(ring_address + copy * BYTES, at.from(), BYTES, full + copy * 8);
+        if (at.is_valid()) at.template next<BYTES, LINE_UNITS / COPY_UNITS>();
     }
     __device__ __forceinline__ void fill(int lines_to_l2)
     {
         if (lane == 0) {
-            for (int i = 0; i < DEPTH; i++) barrier_init(full + i * 8);
+            for (int i = 0; i < COPIES; i++) barrier_init(full + i * 8);
             barriers_are_ready();
         }
-        for (int i = 0; i < DEPTH; i++) ask(i);
+        for (int i = 0; i < COPIES; i++) ask(i);
         __syncwarp();
         walk beyond = at;
-        for (int i = 0; i < lines_to_l2 * LINE_UNITS && beyond.is_valid(); i++) {
-            if (lane == 0) bulk_to_l2(beyond.from(), F::UNIT);
-            beyond.template next<F::UNIT, LINE_UNITS>();
+        for (int i = 0; i < lines_to_l2 * LINE_UNITS / COPY_UNITS && beyond.is_valid(); i++) {
+            if (lane == 0) bulk_to_l2(beyond.from(), COPY_UNITS * F::UNIT);
+            beyond.template next<COPY_UNITS * F::UNIT, LINE_UNITS / COPY_UNITS>();
         }
     }
-    template <int>
+    template <int UNIT_OF_LINE>
     __device__ __forceinline__ void take(uint4 (&w)[4], tail<WORDS> &its)
     {
-        barrier_wait(full + slot * 8, phase);
-        const char *from = ring + slot * F::UNIT;
+        if (UNIT_OF_LINE % COPY_UNITS == 0) barrier_wait(full + copy * 8, phase);
+        const char *from = ring + copy * (COPY_UNITS * F::UNIT) + UNIT_OF_LINE % COPY_UNITS * F::UNIT;
         for (int i = 0; i < 4; i++) w[i] = ((const uint4 *)from)[i * 32 + lane];
         for (int i = 0; i < WORDS; i++) its.scales[i] = *(const uint32_t *)(from + tail_at + i * 4);
         if (F::HAS_ZEROS) its.zeros = *(const uint32_t *)(from + zeros_at);
     }
-    template <int>
+    template <int UNIT_OF_LINE>
     __device__ __forceinline__ void done(uint4 (&)[4], tail<WORDS> &)
     {
+        if (UNIT_OF_LINE % COPY_UNITS < COPY_UNITS - 1) return;
         __syncwarp(); /* all lanes have read */
-        ask(slot);
-        if (++slot == DEPTH) slot = 0, phase ^= 1;
+        ask(copy);
+        if (++copy == COPIES) copy = 0, phase ^= 1;
     }
 };
 

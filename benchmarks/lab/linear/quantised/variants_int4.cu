@@ -9,6 +9,7 @@ std::vector<variant> int4_variants()
     return {
         variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6>>("C bulk, 8 warps x 2"),
         variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 4>>("C bulk, 8 warps x 2, ring of 4"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 2>>("C bulk, 8 warps x 2, copies of 4 KB"),
         variant_of<shape<f16, 16, 1, 2, 2, 1, BULK, 5>>("C bulk, 16 warps"),
         variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6>>("B copies, 8 warps x 2"),
         variant_of<shape<f16, 16, 1, 2, 2, 1, COPIES, 5>>("B copies, 16 warps"),
@@ -16,8 +17,8 @@ std::vector<variant> int4_variants()
         variant_of<shape<f16, 16, 1, 2, 2, 1, DIRECT, 2>>("A registers, 16 warps, 2 units"),
         variant_of<shape<minus, 8, 2, 4, 4, 1, BULK, 6>>("H bulk, zeros subtracted, 8 warps x 2"),
         variant_of<shape<w4<false, false, true>, 8, 2, 4, 4, 1, BULK, 6>>("F bulk, bfloat16, 8 warps x 2"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, false>>("C bulk, 8 warps x 2, no products"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6, false>>("B copies, 8 warps x 2, no products"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, DIRECT, 2, false>>("A registers, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 1, false>>("C bulk, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6, 1, false>>("B copies, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, DIRECT, 2, 1, false>>("A registers, 8 warps x 2, no products"),
     };
 }

@@ -1,7 +1,7 @@
 /* bench.cu - checks the kernels of the tables against float64 and times them: 8B's four products one after the other, as in a
  * step, and each product by itself, in CUDA graphs, over weights that do not fit into the L2.
  *
- *     bench FORMAT LETTERS [SECONDS]     FORMAT int4, zeros or fp8; LETTERS: designs by the first letter of their names
+ *     bench FORMAT LETTERS [SECONDS]     FORMAT int4, zeros, digits or fp8; LETTERS: designs by the first letter of their names
  *     bench library BITS                 today's kernels, of 16, 8 or 4 bits
  *     bench mix FORMAT                   the best kernel for each product, with the best moments for the next one to start
  */
@@ -126,7 +126,7 @@ struct bench {
     explicit bench(int format)
     {
         of = {format, format == FP8}; /* float8: checked with scales of rows first */
-        unit = format == FP8 ? w8::UNIT : format == INT4 ? w4<true, false, false>::UNIT : w4<true, true, false>::UNIT;
+        unit = format == FP8 ? w8::UNIT : format != INT4_ZEROS ? w4<true, false, false>::UNIT : w4<true, true, false>::UNIT;
         unit_inputs = format == FP8 ? 128 : 256;
         units_of_layer = 0;
         for (int p = 0; p < NUM_PRODUCTS; p++) {
@@ -157,6 +157,8 @@ struct bench {
         const dim3 grid((unsigned)units);
         if (of.format == FP8)
             pack_kernel<w8><<<grid, 512>>>(pool, of);
+        else if (of.format == INT4_DIGITS)
+            pack_kernel<w4_digits><<<grid, 512>>>(pool, of);
         else if (of.format == INT4)
             pack_kernel<w4<true, false, false>><<<grid, 512>>>(pool, of);
         else
@@ -336,7 +338,7 @@ static std::vector<variant> variants_of(int format, const char *letters)
         if (each.format == format && (!letters || strchr(letters, each.name[0]))) some.push_back(each);
     return some;
 }
-static int format_of(const char *name) { return !strcmp(name, "fp8") ? FP8 : !strcmp(name, "zeros") ? INT4_ZEROS : INT4; }
+static int format_of(const char *name) { return !strcmp(name, "fp8") ? FP8 : !strcmp(name, "zeros") ? INT4_ZEROS : !strcmp(name, "digits") ? INT4_DIGITS : INT4; }
 static bool suits(const variant &v, int num_rows) { return v.rows >= num_rows && v.rows <= std::max(4, num_rows); }
 
 static void run(int format, const char *letters, double limit)

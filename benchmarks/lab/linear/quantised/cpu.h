@@ -220,6 +220,22 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
     }
 }
 
+/* m16n8k32: a[row][k] is of lane row % 8 * 4 + k % 16 / 4, b[k][column] of column * 4 + k % 16 / 4. */
+inline void mma_digits(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const int (&c)[4])
+{
+    const int before[4] = {c[0], c[1], c[2], c[3]};
+    const auto all = cpu_exchange<6>({a[0], a[1], a[2], a[3], b0, b1});
+    const int lane = cpu->current % 32, g = lane / 4, q = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        int64_t sum = before[i];
+        for (int k = 0; k < 32; k++)
+            sum += (int)(uint8_t)(all[g * 4 + k % 16 / 4][i / 2 + k / 16 * 2] >> k % 4 * 8) *
+                   (int)(int8_t)(all[(q * 2 + i % 2) * 4 + k % 16 / 4][4 + k / 16] >> k % 4 * 8);
+        if (sum != (int)sum) printf("a sum of digits is %lld\n", (long long)sum), exit(1);
+        d[i] = (int)sum;
+    }
+}
+
 // --- loads and copies
 inline uint4 load_16(const void *from) { uint4 bits; memcpy(&bits, from, 16); return bits; }
 inline uint4 load_weights_16(const void *from)

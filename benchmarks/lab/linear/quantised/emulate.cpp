@@ -72,6 +72,8 @@ static problem make(const variant &v, int num_rows, int size, int num_blocks, bo
         p.x.push_back(__float2bfloat16(ldexpf((float)(drawn(2001) - 1000) / 1000, drawn(16) == 0 ? 8 : drawn(3) - 12)));
     if (v.format == FP8)
         pack<fp8_layout>(p, v.unit);
+    else if (v.format == INT4_DIGITS)
+        pack<w4_digits>(p, v.unit);
     else
         pack<int4_layout>(p, v.unit);
     return p;

@@ -17,7 +17,7 @@ struct tail {
  * off every pair of numbers (SUBTRACTS: exact, half an instruction more a number pair and no sums of x), or off the sums. */
 template <bool IS_F16_, bool HAS_ZEROS_, bool SUBTRACTS_>
 struct w4 : int4_layout {
-    static constexpr bool IS_F16 = IS_F16_, HAS_ZEROS = HAS_ZEROS_, SUBTRACTS = SUBTRACTS_, IS_INT4 = true;
+    static constexpr bool IS_F16 = IS_F16_, HAS_ZEROS = HAS_ZEROS_, SUBTRACTS = SUBTRACTS_, IS_INT4 = true, IS_DIGITS = false;
     using number = std::conditional_t<IS_F16, __half2, __nv_bfloat162>;
     static constexpr int UNIT = unit_bytes(HAS_ZEROS), OFFSET = IS_F16 ? 0 : 128;
     static constexpr float UNIT_VALUE = IS_F16 ? 0x1p24f : 1;
@@ -79,7 +79,7 @@ struct w4 : int4_layout {
 
 /* e4m3: one instruction converts two. */
 struct w8 : fp8_layout {
-    static constexpr bool IS_F16 = true, HAS_ZEROS = false, SUBTRACTS = false, IS_INT4 = false;
+    static constexpr bool IS_F16 = true, HAS_ZEROS = false, SUBTRACTS = false, IS_INT4 = false, IS_DIGITS = false;
     static constexpr int UNIT = unit_bytes(false), SIXTEENTH = 0;
     static constexpr float UNIT_VALUE = 1;
     template <int GPC>
@@ -115,20 +115,21 @@ struct line_of_x {
     uint32_t x[SETS][EIGHTS][16];
     float unscale[EIGHTS][2], sums[SETS][EIGHTS][2]; /* the last only where they are needed */
 
-    /* Of a lane's columns in line 0. */
-    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int g, int q)
+    /* Of a lane's columns in line 0. Columns of rows that x does not have are those of the last one: nobody reads their sums. */
+    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows, int g, int q)
     {
-        return from + columns<GPC>::row_of_x(g) * stride + columns<GPC>::group_of_x(g) * GROUP + q * 8;
+        return from + min(columns<GPC>::row_of_x(g), num_rows - 1) * stride + columns<GPC>::group_of_x(g) * GROUP + q * 8;
     }
     __device__ __forceinline__ void load(const __nv_bfloat16 *at, int stride, int num_rows, int line, int g)
     {
-        for (int s = 0; s < SETS; s++)
-            for (int e = 0; e < EIGHTS; e++)
-                for (int p = 0; p < 4; p++) {
-                    const bool has_row = columns<GPC>::row_of_x(g) + e * 8 < num_rows;
-                    const uint4 bits = has_row ? load_16(at + e * 8 * stride + (line * LG + s * GPC) * GROUP + p * 32) : uint4{};
-                    for (int i = 0; i < 4; i++) x[s][e][p * 4 + i] = ((const uint32_t *)&bits)[i];
-                }
+        for (int e = 0; e < EIGHTS; e++) {
+            const int further = e == 0 ? 0 : min(g + e * 8, num_rows - 1) - min(g, num_rows - 1);
+            const __nv_bfloat16 *from = at + (uint32_t)(line * LG * GROUP + further * stride);
+            for (int i = 0; i < SETS * 4; i++) {
+                const uint4 bits = load_16(from + i / 4 * GPC * GROUP + i % 4 * 32);
+                for (int k = 0; k < 4; k++) x[i / 4][e][i % 4 * 4 + k] = ((const uint32_t *)&bits)[k];
+            }
+        }
     }
     __device__ __forceinline__ void take(const line_of_x &other)
     {

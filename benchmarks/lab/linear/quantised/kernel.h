@@ -6,6 +6,7 @@
 #ifndef LAB_KERNEL_H
 #define LAB_KERNEL_H
 
+#include "digits.h"
 #include "sources.h"
 
 struct params {
@@ -21,11 +22,12 @@ struct params {
     bool is_gated;                  /* blocks are 8 gates and their 8 ups */
 };
 
-template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, int COPY_UNITS = 1, bool HAS_MATH_ = true>
+template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, int COPY_UNITS_ = 1, bool HAS_MATH_ = true>
 struct shape {
     using F = F_;
-    static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_;
-    static constexpr int THREADS = WARPS * 32, LINE_UNITS = LG / F::UNIT_GROUPS, ROWS = 8 / GPC * EIGHTS;
+    static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, COPY_UNITS = COPY_UNITS_;
+    static constexpr int THREADS = WARPS * 32, LINE_UNITS = LG / F::UNIT_GROUPS, ROWS = F::IS_DIGITS ? 2 / GPC : 8 / GPC * EIGHTS;
+    using x_line = std::conditional_t<F::IS_DIGITS, digits_of_x<LG, GPC>, line_of_x<F, LG, GPC, EIGHTS>>;
     static constexpr source_kind KIND = KIND_;
     static constexpr bool HAS_MATH = HAS_MATH_;
     /* Slots of registers have names: lines take turns. */
@@ -33,7 +35,7 @@ struct shape {
     static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
     using source = std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
                                       std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
-    static constexpr int ROW_FLOATS = ROWS == 2 ? 16 : 20, BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
+    static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20, BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
     static constexpr int SUMS_ROOM = CTAS == 2 ? 10240 : 40960;
     static constexpr int most_round() { return SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) > 0 ? SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) : 1; }
     static constexpr int smem_bytes(int round_size) { return WARPS * (source::BYTES + round_size * BLOCK_FLOATS * 4); }
@@ -42,8 +44,10 @@ struct shape {
 
 /* A block's line, of which a lane's rows lie in its quarter columns: their sum over lanes of the same rows goes to `to`. */
 template <class S>
-__device__ __forceinline__ void leave(const float (&total)[S::EIGHTS][4], float *to, int g, int q, bool is_first)
+__device__ __forceinline__ void leave(float (&total)[S::EIGHTS][4], const float (&unscale)[S::EIGHTS][2], float *to, int g, int q,
+                                      bool is_first)
 {
+    for (int i = 0; i < S::EIGHTS * 4; i++) total[i / 4][i % 4] *= unscale[i / 4][i % 2];
     const auto put = [&](int row, int half, float value) {
         float *at = to + row * S::ROW_FLOATS + half * 8 + g;
         *at = is_first ? value : *at + value;
@@ -119,7 +123,9 @@ __device__ __forceinline__ void units_from(Source &source, float (&total)[S::EIG
         uint4 w[4];
         tail<Source::WORDS> its;
         source.template take<SLOT>(w, its);
-        if constexpr (S::HAS_MATH) {
+        if constexpr (S::HAS_MATH && S::F::IS_DIGITS) {
+            multiply_digits<S::LG, S::GPC, U>(total[0], w, its, x, q);
+        } else if constexpr (S::HAS_MATH) {
             constexpr int GROUPS = S::F::UNIT_GROUPS, AT_ONCE = S::GPC > 1 ? GROUPS : 1;
             for (int first = 0; first < GROUPS; first += AT_ONCE) multiply<S, U, AT_ONCE>(total, w, its, x, q, first);
         } else {
@@ -135,26 +141,29 @@ __device__ __forceinline__ void units_from(Source &source, float (&total)[S::EIG
 /* What a thread writes of each round, found before the wait: an output of a block, or a gated pair of 8 apart. */
 template <class S>
 struct share {
-    int row[S::OUTPUTS], block[S::OUTPUTS], in_block[S::OUTPUTS];
+    int places[S::OUTPUTS]; /* row, block, output in it: a register each */
 
     __device__ __forceinline__ explicit share(const params &p)
     {
         const int bits = p.is_gated ? 3 : 4, outputs = p.round_size << bits;
         for (int i = 0; i < S::OUTPUTS; i++) {
-            const int at = threadIdx.x + i * S::THREADS;
-            row[i] = at / outputs, block[i] = (at - row[i] * outputs) >> bits, in_block[i] = at & ((1 << bits) - 1);
+            const int at = threadIdx.x + i * S::THREADS, row = at / outputs;
+            places[i] = row << 16 | ((at - row * outputs) >> bits) << 8 | (at & ((1 << bits) - 1));
         }
     }
+    __device__ __forceinline__ int row(int i) const { return places[i] >> 16; }
+    __device__ __forceinline__ int block(int i) const { return places[i] >> 8 & 255; }
+    __device__ __forceinline__ int in_block(int i) const { return places[i] & 255; }
     /* Of float8 by rows: of the output, or of gate and up. */
     __device__ __forceinline__ float2 scale(const params &p, int i, int first) const
     {
-        if (!p.row_scales || first + block[i] >= p.num_blocks) return {1, 1};
-        const float *from = p.row_scales + (first + block[i]) * BLOCK + in_block[i];
+        if (S::F::IS_INT4 || !p.row_scales || first + block(i) >= p.num_blocks) return {1, 1};
+        const float *from = p.row_scales + (first + block(i)) * BLOCK + in_block(i);
         return {from[0], p.is_gated ? from[8] : 0};
     }
     __device__ __forceinline__ float sum(const float *sums, int i, int output) const
     {
-        const float *from = sums + block[i] * S::WARPS * S::BLOCK_FLOATS + row[i] * S::ROW_FLOATS + output;
+        const float *from = sums + block(i) * S::WARPS * S::BLOCK_FLOATS + row(i) * S::ROW_FLOATS + output;
         float sum = 0;
 #pragma unroll
         for (int w = 0; w < S::WARPS; w++) sum += from[w * S::BLOCK_FLOATS];
@@ -169,13 +178,13 @@ __device__ __forceinline__ void write_round(const params &p, const share<S> &its
                                             const float2 (&row_scale)[S::OUTPUTS], int first, int blocks)
 {
     for (int i = 0; i < S::OUTPUTS; i++) {
-        if (its.row[i] >= p.num_rows || its.block[i] >= blocks) continue;
-        float sum = its.sum(sums, i, its.in_block[i]) * row_scale[i].x;
+        if (its.row(i) >= p.num_rows || its.block(i) >= blocks) continue;
+        float sum = its.sum(sums, i, its.in_block(i)) * row_scale[i].x;
         if (p.is_gated) {
-            const float gate = rounded(sum), up = its.sum(sums, i, its.in_block[i] + 8) * row_scale[i].y;
+            const float gate = rounded(sum), up = its.sum(sums, i, its.in_block(i) + 8) * row_scale[i].y;
             sum = rounded(gate / (1 + __expf(-gate))) * rounded(up);
         }
-        const int64_t to = (int64_t)its.row[i] * p.out_stride + (first + its.block[i]) * (p.is_gated ? BLOCK / 2 : BLOCK) + its.in_block[i];
+        const int64_t to = (int64_t)its.row(i) * p.out_stride + (first + its.block(i)) * (p.is_gated ? BLOCK / 2 : BLOCK) + its.in_block(i);
         if (p.out_f32)
             p.out_f32[to] = sum;
         else
@@ -205,8 +214,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     const share<S> its(p);
     float2 row_scale[S::OUTPUTS];
     for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = its.scale(p, i, begin);
-    line_of_x<F, S::LG, S::GPC, S::EIGHTS> x;
-    const __nv_bfloat16 *x_at = x.place(p.x, p.x_stride, g, q);
+    typename S::x_line x;
+    const __nv_bfloat16 *x_at = x.place(p.x, p.x_stride, p.num_rows, g, q);
     if (warp >= num_lines) /* its sums are 0 */
         for (int i = lane; i < p.round_size * S::BLOCK_FLOATS; i += 32)
             sums[(i / S::BLOCK_FLOATS * S::WARPS + warp) * S::BLOCK_FLOATS + i % S::BLOCK_FLOATS] = 0;
@@ -218,8 +227,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     if (warp < num_lines) x.make_ready(q);
     if (p.trigger == 2) let_next_start();
     /* Where registers allow, the next line of x comes during this one. */
-    constexpr bool COMES_EARLY = S::LG / S::GPC * S::EIGHTS == 1;
-    line_of_x<F, S::LG, S::GPC, S::EIGHTS> next_x;
+    constexpr bool COMES_EARLY = F::IS_DIGITS ? S::GPC == 2 && S::COPY_UNITS == 1 : S::LG / S::GPC * S::EIGHTS == 1;
+    typename S::x_line next_x;
     int ready = warp, phase = 0;
     for (int first = begin; first < end; first += p.round_size) {
         const int blocks = min(p.round_size, end - first);
@@ -245,9 +254,11 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
                 } else {
                     units_from<S, 0, 0>(source, total, x, q);
                 }
-                for (int e = 0; e < S::EIGHTS; e++)
-                    for (int i = 0; i < 4; i++) total[e][i] *= x.unscale[e][i % 2];
-                leave<S>(total, sums + (block * S::WARPS + warp) * S::BLOCK_FLOATS, g, q, line == warp);
+                float *to = sums + (block * S::WARPS + warp) * S::BLOCK_FLOATS;
+                if constexpr (F::IS_DIGITS)
+                    leave_digits<S::GPC, S::ROW_FLOATS>(total[0], to, g, q, line == warp);
+                else
+                    leave<S>(total, x.unscale, to, g, q, line == warp);
             }
         }
         if (p.trigger == 3 && first + blocks >= end) let_next_start();

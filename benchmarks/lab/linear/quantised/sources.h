@@ -73,8 +73,11 @@ struct bulk_source {
     template <int UNIT_OF_LINE>
     __device__ __forceinline__ void take(uint4 (&w)[4], tail<WORDS> &its)
     {
-        if (UNIT_OF_LINE % COPY_UNITS == 0) barrier_wait(full + copy * 8, phase);
         const char *from = ring + copy * (COPY_UNITS * F::UNIT) + UNIT_OF_LINE % COPY_UNITS * F::UNIT;
+        if (UNIT_OF_LINE % COPY_UNITS == 0)
+            barrier_wait(full + copy * 8, phase);
+        else
+            keep(from); /* nothing is read ahead: registers */
         for (int i = 0; i < 4; i++) w[i] = ((const uint4 *)from)[i * 32 + lane];
         for (int i = 0; i < WORDS; i++) its.scales[i] = *(const uint32_t *)(from + tail_at + i * 4);
         if (F::HAS_ZEROS) its.zeros = *(const uint32_t *)(from + zeros_at);

@@ -22,7 +22,7 @@
     } while (0)
 #endif
 
-enum format { INT4, INT4_ZEROS, FP8, NUM_FORMATS };
+enum format { INT4, INT4_ZEROS, INT4_DIGITS, FP8 };
 
 struct variant {
     const char *name;
@@ -36,7 +36,7 @@ template <class S>
 static variant variant_of(const char *name)
 {
     using F = typename S::F;
-    return {name,     F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
+    return {name,     F::IS_DIGITS ? INT4_DIGITS : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
             S::ROWS,  S::WARPS,
             S::CTAS,  S::DEPTH,
             F::UNIT,  S::most_round(),

@@ -30,6 +30,7 @@ static T *room(int64_t count)
     T *data;
     OK(cudaMalloc(&data, count * sizeof(T)));
     OK(cudaMemset(data, 0, count * sizeof(T)));
+    OK(cudaDeviceSynchronize());
     return data;
 }
 
@@ -54,8 +55,9 @@ struct buffers {
 };
 static const int X_STRIDE[] = {4096, 6144, 4096, 12288}, OUT_STRIDE[] = {6144, 4096, 12288, 4096};
 
-static void launch(const choice &c, int p, const char *weight, const __nv_bfloat16 *x, int x_stride, __nv_bfloat16 *out, float *out_f32,
-                   int out_stride, const float *row_scales, bool is_gated, int num_rows, cudaStream_t stream)
+static void launch(const choice &c, int p, const char *weight, const __nv_bfloat16 *x, int x_stride, __nv_bfloat16 *out,
+                   float *out_f32, int out_stride, const float *row_scales, bool is_gated, int num_rows,
+                   cudaStream_t stream)
 {
     const variant &v = *c.kernel;
     params args = {};
@@ -63,12 +65,15 @@ static void launch(const choice &c, int p, const char *weight, const __nv_bfloat
     args.num_rows = num_rows, args.size = INPUTS_OF[p], args.num_blocks = OUTPUTS_OF[p] / BLOCK;
     args.x_stride = x_stride, args.out_stride = out_stride, args.is_gated = is_gated;
     args.blocks_per_cta = (args.num_blocks + SMS * c.ctas_on_sm - 1) / (SMS * c.ctas_on_sm);
-    args.round_size = std::min(args.blocks_per_cta, v.most_round), args.trigger = c.trigger, args.lines_to_l2 = c.lines_to_l2;
+    args.round_size = std::min(args.blocks_per_cta, v.most_round), args.trigger = c.trigger,
+    args.lines_to_l2 = c.lines_to_l2;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3((args.num_blocks + args.blocks_per_cta - 1) / args.blocks_per_cta), config.blockDim = dim3(v.warps * 32);
-    config.dynamicSmemBytes = v.smem_bytes(args.round_size), config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    config.gridDim = dim3((args.num_blocks + args.blocks_per_cta - 1) / args.blocks_per_cta),
+    config.blockDim = dim3(v.warps * 32);
+    config.dynamicSmemBytes = v.smem_bytes(args.round_size), config.stream = stream, config.attrs = &early,
+    config.numAttrs = 1;
     OK(cudaLaunchKernelEx(&config, v.kernel, args));
 }
 
@@ -126,7 +131,9 @@ struct bench {
     explicit bench(int format)
     {
         of = {format, format == FP8}; /* float8: checked with scales of rows first */
-        unit = format == FP8 ? w8::UNIT : format != INT4_ZEROS ? w4<true, false, false>::UNIT : w4<true, true, false>::UNIT;
+        unit = format == FP8          ? w8::UNIT
+               : format != INT4_ZEROS ? w4<true, false, false>::UNIT
+                                      : w4<true, true, false>::UNIT;
         unit_inputs = format == FP8 ? 128 : 256;
         units_of_layer = 0;
         for (int p = 0; p < NUM_PRODUCTS; p++) {
@@ -136,8 +143,9 @@ struct bench {
         num_layers = (int)(POOL_BYTES / (units_of_layer * unit)) + 1;
         units = units_of_layer * num_layers;
         pool = room<char>(units * unit);
-        at = {room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 6144), room<__nv_bfloat16>(MOST_ROWS * 4096),
-              room<__nv_bfloat16>(MOST_ROWS * 12288), room<__nv_bfloat16>(MOST_ROWS * 4096)};
+        at = {room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 6144),
+              room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 12288),
+              room<__nv_bfloat16>(MOST_ROWS * 4096)};
         check_x = room<__nv_bfloat16>(MOST_ROWS * 12288), check_out = room<float>(MOST_ROWS * 24576);
         row_scales = room<float>(24576), sums = room<double>(MOST_ROWS * 24576);
         std::vector<__nv_bfloat16> x(MOST_ROWS * 12288), normal(MOST_ROWS * 4096);
@@ -168,8 +176,8 @@ struct bench {
     const float *its_row_scales() const { return of.has_row_scales ? row_scales : nullptr; }
     void reference(int p, int64_t unit, const __nv_bfloat16 *x, int stride)
     {
-        reference_kernel<<<OUTPUTS_OF[p] / 8, 256>>>(of, unit, OUTPUTS_OF[p] / BLOCK, INPUTS_OF[p], unit_inputs, its_row_scales(), x, stride,
-                                                     MOST_ROWS, sums);
+        reference_kernel<<<OUTPUTS_OF[p] / 8, 256>>>(of, unit, OUTPUTS_OF[p] / BLOCK, INPUTS_OF[p], unit_inputs,
+                                                     its_row_scales(), x, stride, MOST_ROWS, sums);
         OK(cudaDeviceSynchronize());
     }
     void expect()
@@ -185,7 +193,8 @@ struct bench {
         for (int layer = 0; layer < num_layers; layer++)
             for (int p = 0; p < NUM_PRODUCTS; p++) {
                 reference(p, layer * units_of_layer + first[p], at.from(p, layer == 0), X_STRIDE[p]);
-                round_kernel<<<MOST_ROWS * OUTPUTS_OF[p] / 256, 256>>>(sums, MOST_ROWS, OUTPUTS_OF[p] / BLOCK, p == 2, at.to(p), OUT_STRIDE[p]);
+                round_kernel<<<MOST_ROWS * OUTPUTS_OF[p] / 256, 256>>>(sums, MOST_ROWS, OUTPUTS_OF[p] / BLOCK, p == 2,
+                                                                       at.to(p), OUT_STRIDE[p]);
                 OK(cudaDeviceSynchronize());
             }
         expected_chain = taken();
@@ -204,16 +213,17 @@ struct bench {
     {
         double worst = 0;
         for (int p = 0; p < NUM_PRODUCTS; p++) {
-            OK(cudaMemset(check_out, 0xff, (size_t)MOST_ROWS * 24576 * 4));
-            launch(c, p, pool + first[p] * unit, check_x, INPUTS_OF[p], nullptr, check_out, OUTPUTS_OF[p], its_row_scales(), false, num_rows,
-                   watch.stream);
+            OK(cudaMemsetAsync(check_out, 0xff, (size_t)MOST_ROWS * 24576 * 4, watch.stream));
+            launch(c, p, pool + first[p] * unit, check_x, INPUTS_OF[p], nullptr, check_out, OUTPUTS_OF[p],
+                   its_row_scales(), false, num_rows, watch.stream);
             OK(cudaStreamSynchronize(watch.stream));
             std::vector<float> out((size_t)num_rows * OUTPUTS_OF[p]);
             OK(cudaMemcpy(out.data(), check_out, out.size() * 4, cudaMemcpyDeviceToHost));
             double squares = 0, most = 0;
             for (size_t i = 0; i < out.size(); i++) {
                 const double difference = fabs(out[i] - expected[p][i]);
-                squares += expected[p][i] * expected[p][i], most = difference <= most ? most : difference; /* NaN stays */
+                squares += expected[p][i] * expected[p][i],
+                    most = difference <= most ? most : difference; /* NaN stays */
             }
             const double error = most / sqrt(squares / out.size());
             worst = error <= worst ? worst : error;
@@ -224,15 +234,16 @@ struct bench {
     {
         for (int i = 0; i < layers; i++)
             for (int p = 0; p < NUM_PRODUCTS; p++)
-                launch(c[p], p, pool + (i % num_layers * units_of_layer + first[p]) * unit, at.from(p, i % num_layers == 0), X_STRIDE[p],
-                       at.to(p), nullptr, OUT_STRIDE[p], nullptr, p == 2, num_rows, stream);
+                launch(c[p], p, pool + (i % num_layers * units_of_layer + first[p]) * unit,
+                       at.from(p, i % num_layers == 0), X_STRIDE[p], at.to(p), nullptr, OUT_STRIDE[p], nullptr, p == 2,
+                       num_rows, stream);
     }
     /* us of a layer; `error`: relative to the expected numbers behind the last layer, where the roundings to bfloat16 of all
      * products are in it. */
     double layer_us(const choice (&c)[NUM_PRODUCTS], int num_rows, double *error)
     {
         const int layers = LAYERS_IN_GRAPH / num_layers * num_layers;
-        OK(cudaMemset(at.down, 0xff, MOST_ROWS * 4096 * 2));
+        OK(cudaMemsetAsync(at.down, 0xff, MOST_ROWS * 4096 * 2, watch.stream));
         const double us = watch.of([&](cudaStream_t stream) { chain(c, num_rows, layers, stream); }) / layers;
         const std::vector<float> out = taken();
         double squares = 0, differences = 0;
@@ -247,11 +258,10 @@ struct bench {
     {
         const int64_t copies = std::min<int64_t>(units / count[p], 48);
         return watch.of([&](cudaStream_t stream) {
-                   for (int64_t i = 0; i < copies; i++)
-                       launch(c, p, pool + i * count[p] * unit, at.from(p, true), X_STRIDE[p], at.to(p), nullptr, OUT_STRIDE[p], nullptr, p == 2,
-                              num_rows, stream);
-               }) /
-               copies;
+            for (int64_t i = 0; i < copies; i++)
+                launch(c, p, pool + i * count[p] * unit, at.from(p, true), X_STRIDE[p], at.to(p), nullptr,
+                       OUT_STRIDE[p], nullptr, p == 2, num_rows, stream);
+        }) / copies;
     }
     double floor_us(int p = -1) const
     {
@@ -262,7 +272,8 @@ struct bench {
 static void prepare(const variant &v)
 {
     OK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 << 10));
-    OK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100)); /* the same of all: an SM need not drain */
+    OK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                            100)); /* the same of all: an SM need not drain */
 }
 static void print_kernel(const variant &v)
 {
@@ -272,8 +283,9 @@ static void print_kernel(const variant &v)
     OK(cudaFuncGetAttributes(&its, v.kernel));
     const int smem = v.smem_bytes(v.most_round);
     OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, v.kernel, v.warps * 32, smem));
-    printf("# %s, up to %d rows: %d registers, %zu B spilled, %d B shared, %d CTAs an SM, ring of %d KB an SM%s\n", v.name, v.rows, its.numRegs,
-           its.localSizeBytes, smem, ctas, v.warps * v.depth * v.unit * v.ctas >> 10, ctas < v.ctas ? ", FEWER THAN WANTED" : "");
+    printf("# %s, up to %d rows: %d registers, %zu B spilled, %d B shared, %d CTAs an SM, ring of %d KB an SM%s\n",
+           v.name, v.rows, its.numRegs, its.localSizeBytes, smem, ctas, v.warps * v.depth * v.unit * v.ctas >> 10,
+           ctas < v.ctas ? ", FEWER THAN WANTED" : "");
 }
 
 /* Moments and places of a design, the best of each: first all products alike, then one after the other. */
@@ -281,7 +293,7 @@ static void time_variant(bench &b, const variant &v, int num_rows)
 {
     double error, best = 1e30;
     choice at[NUM_PRODUCTS];
-    const auto attempt = [&](const choice (&c)[NUM_PRODUCTS], const char *what) {
+    const auto attempt = [&](const choice(&c)[NUM_PRODUCTS], const char *what) {
         const double us = b.layer_us(c, num_rows, &error);
         if (v.has_math && !(error < 0.03)) printf("WRONG: chain off by %.3f: ", error);
         if (what) printf(" %s %.1f", what, us), fflush(stdout);
@@ -322,7 +334,8 @@ static void time_variant(bench &b, const variant &v, int num_rows)
     printf(", CTAs %d, L2 %d | alone", at[0].ctas_on_sm, at[0].lines_to_l2);
     for (int p = 0; p < NUM_PRODUCTS; p++) {
         double fastest = 1e30;
-        for (int trigger : {0, 1, 2}) fastest = std::min(fastest, b.product_us({&v, trigger, at[p].ctas_on_sm, at[p].lines_to_l2}, p, num_rows));
+        for (int trigger : {0, 1, 2})
+            fastest = std::min(fastest, b.product_us({&v, trigger, at[p].ctas_on_sm, at[p].lines_to_l2}, p, num_rows));
         printf(" %.1f (%.0f %%)", fastest, 100 * b.floor_us(p) / fastest);
     }
     printf(" | error %.0e\n", off);
@@ -338,7 +351,13 @@ static std::vector<variant> variants_of(int format, const char *letters)
         if (each.format == format && (!letters || strchr(letters, each.name[0]))) some.push_back(each);
     return some;
 }
-static int format_of(const char *name) { return !strcmp(name, "fp8") ? FP8 : !strcmp(name, "zeros") ? INT4_ZEROS : !strcmp(name, "digits") ? INT4_DIGITS : INT4; }
+static int format_of(const char *name)
+{
+    return !strcmp(name, "fp8")      ? FP8
+           : !strcmp(name, "zeros")  ? INT4_ZEROS
+           : !strcmp(name, "digits") ? INT4_DIGITS
+                                     : INT4;
+}
 static bool suits(const variant &v, int num_rows) { return v.rows >= num_rows && v.rows <= std::max(4, num_rows); }
 
 static void run(int format, const char *letters, double limit)
@@ -351,7 +370,9 @@ static void run(int format, const char *letters, double limit)
     b.expect();
     if (format == FP8) {
         for (const variant &v : some)
-            if (v.has_math) printf("%-40s %2d rows, scales of rows: error %.0e\n", v.name, v.rows, b.error_of({&v, 0, 1, 0}, v.rows));
+            if (v.has_math)
+                printf("%-40s %2d rows, scales of rows: error %.0e\n", v.name, v.rows,
+                       b.error_of({&v, 0, 1, 0}, v.rows));
         b.of.has_row_scales = false;
         b.pack();
         b.expect();
@@ -362,7 +383,8 @@ static void run(int format, const char *letters, double limit)
     printf("; made in %.1f s\n", seconds() - begin);
     for (int num_rows : ROWS)
         for (const variant &v : some)
-            if (suits(v, num_rows) && (v.has_math || num_rows == 1) && seconds() - begin < limit) time_variant(b, v, num_rows);
+            if (suits(v, num_rows) && (v.has_math || num_rows == 1) && seconds() - begin < limit)
+                time_variant(b, v, num_rows);
     printf("# %.1f s\n", seconds() - begin);
 }
 
@@ -379,7 +401,7 @@ static void mix(int format, double limit)
     for (int num_rows : ROWS) {
         choice at[NUM_PRODUCTS] = {};
         double best = 1e30, error;
-        const auto attempt = [&](const choice (&c)[NUM_PRODUCTS]) {
+        const auto attempt = [&](const choice(&c)[NUM_PRODUCTS]) {
             if (seconds() - begin > limit) return;
             const double us = b.layer_us(c, num_rows, &error);
             if (us >= best || !(error < 0.03)) return;
@@ -414,26 +436,30 @@ static void run_library(int bits)
     const int num_layers = bits == 16 ? 2 : bits == 8 ? 3 : 5;
     layers.make(bits, num_layers);
     stopwatch watch;
-    const buffers at = {room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 6144), room<__nv_bfloat16>(MOST_ROWS * 4096),
-                        room<__nv_bfloat16>(MOST_ROWS * 12288), room<__nv_bfloat16>(MOST_ROWS * 4096)};
+    const buffers at = {room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 6144),
+                        room<__nv_bfloat16>(MOST_ROWS * 4096), room<__nv_bfloat16>(MOST_ROWS * 12288),
+                        room<__nv_bfloat16>(MOST_ROWS * 4096)};
     for (int num_rows : ROWS) {
         if (bits == 16 && num_rows > 8) continue;
         for (int warm = 0; warm < 2; warm++) { /* kernels are loaded ahead of the capture */
-            for (int p = 0; p < NUM_PRODUCTS; p++) layers.launch(0, p, at.from(p, true), X_STRIDE[p], at.to(p), OUT_STRIDE[p], num_rows, watch.stream);
+            for (int p = 0; p < NUM_PRODUCTS; p++)
+                layers.launch(0, p, at.from(p, true), X_STRIDE[p], at.to(p), OUT_STRIDE[p], num_rows, watch.stream);
             OK(cudaStreamSynchronize(watch.stream));
         }
         const int count = LAYERS_IN_GRAPH / num_layers * num_layers;
         const double us = watch.of([&](cudaStream_t stream) {
             for (int i = 0; i < count; i++)
                 for (int p = 0; p < NUM_PRODUCTS; p++)
-                    layers.launch(i % num_layers, p, at.from(p, i % num_layers == 0), X_STRIDE[p], at.to(p), OUT_STRIDE[p], num_rows, stream);
+                    layers.launch(i % num_layers, p, at.from(p, i % num_layers == 0), X_STRIDE[p], at.to(p),
+                                  OUT_STRIDE[p], num_rows, stream);
         }) / count;
         printf("D the library, %d bits, %2d rows: %.1f us a layer", bits, num_rows, us);
         for (int p = 0; p < NUM_PRODUCTS; p++)
             printf(" %.1f", watch.of([&](cudaStream_t stream) {
-                       for (int i = 0; i < 24; i++)
-                           layers.launch(i % num_layers, p, at.from(p, true), X_STRIDE[p], at.to(p), OUT_STRIDE[p], num_rows, stream, i / num_layers);
-                   }) / 24);
+                for (int i = 0; i < 24; i++)
+                    layers.launch(i % num_layers, p, at.from(p, true), X_STRIDE[p], at.to(p), OUT_STRIDE[p], num_rows,
+                                  stream, i / num_layers);
+            }) / 24);
         printf("\n");
         fflush(stdout);
     }

@@ -60,7 +60,7 @@ struct cpu_cta {
         int bytes;
     };
     std::map<uint32_t, std::pair<int, std::vector<copy>>> barriers; /* phase, and what is under way */
-    std::vector<std::deque<std::vector<copy>>> groups;             /* of each thread */
+    std::vector<std::deque<std::vector<copy>>> groups;              /* of each thread */
 };
 inline cpu_cta *cpu;
 
@@ -107,7 +107,11 @@ inline void cpu_run(unsigned block, int num_threads, std::function<void()> body)
     for (auto &barrier : cta.barriers)
         if (!barrier.second.second.empty()) printf("a bulk copy was never waited for\n"), exit(1);
 }
-inline void __syncthreads() { cpu_arrive(cpu->arrived, cpu->generation, cpu->num_threads); threadIdx.x = cpu->current; }
+inline void __syncthreads()
+{
+    cpu_arrive(cpu->arrived, cpu->generation, cpu->num_threads);
+    threadIdx.x = cpu->current;
+}
 
 /* Every lane gives some words and gets those of all. */
 template <int COUNT>
@@ -121,8 +125,18 @@ inline const uint32_t (*cpu_exchange(const uint32_t (&words)[COUNT]))[10]
     return given;
 }
 inline void __syncwarp() { cpu_exchange<1>({0}); }
-inline uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-inline float __uint_as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline uint32_t __float_as_uint(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __uint_as_float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
 inline float __shfl_xor_sync(unsigned, float value, int distance)
 {
     const int lane = cpu->current % 32;
@@ -168,17 +182,28 @@ inline float __low2float(__nv_bfloat162 x) { return bf16_value(x.bits[0]); }
 inline float __high2float(__nv_bfloat162 x) { return bf16_value(x.bits[1]); }
 inline __half2 __floats2half2_rn(float a, float b) { return {{half_bits(a), half_bits(b)}}; }
 inline float2 __half22float2(__half2 x) { return {half_value(x.bits[0]), half_value(x.bits[1])}; }
-inline __nv_bfloat162 __habs2(__nv_bfloat162 x) { return {{(uint16_t)(x.bits[0] & 0x7fff), (uint16_t)(x.bits[1] & 0x7fff)}}; }
+inline __nv_bfloat162 __habs2(__nv_bfloat162 x)
+{
+    return {{(uint16_t)(x.bits[0] & 0x7fff), (uint16_t)(x.bits[1] & 0x7fff)}};
+}
 inline __nv_bfloat162 cpu_of_both(__nv_bfloat162 x, __nv_bfloat162 y, float (*f)(float, float))
 {
-    return {{bf16_bits(f(bf16_value(x.bits[0]), bf16_value(y.bits[0]))), bf16_bits(f(bf16_value(x.bits[1]), bf16_value(y.bits[1])))}};
+    return {{bf16_bits(f(bf16_value(x.bits[0]), bf16_value(y.bits[0]))),
+             bf16_bits(f(bf16_value(x.bits[1]), bf16_value(y.bits[1])))}};
 }
 inline __nv_bfloat162 __hmax2(__nv_bfloat162 x, __nv_bfloat162 y) { return cpu_of_both(x, y, fmaxf); }
-inline __nv_bfloat162 __hmul2(__nv_bfloat162 x, __nv_bfloat162 y) { return cpu_of_both(x, y, [](float a, float b) { return a * b; }); }
-inline __nv_bfloat162 __hsub2(__nv_bfloat162 x, __nv_bfloat162 y) { return cpu_of_both(x, y, [](float a, float b) { return a - b; }); }
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 x, __nv_bfloat162 y)
+{
+    return cpu_of_both(x, y, [](float a, float b) { return a * b; });
+}
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 x, __nv_bfloat162 y)
+{
+    return cpu_of_both(x, y, [](float a, float b) { return a - b; });
+}
 inline __half2 __hsub2(__half2 x, __half2 y)
 {
-    return {{half_bits(half_value(x.bits[0]) - half_value(y.bits[0])), half_bits(half_value(x.bits[1]) - half_value(y.bits[1]))}};
+    return {{half_bits(half_value(x.bits[0]) - half_value(y.bits[0])),
+             half_bits(half_value(x.bits[1]) - half_value(y.bits[1]))}};
 }
 inline float __expf(float x) { return expf(x); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector)
@@ -214,8 +239,10 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
     };
     for (int i = 0; i < 4; i++) {
         double sum = before[i];
-        for (int k = 0; k < 16; k++) /* a[row][k] is of lane row % 8 * 4 + k % 8 / 2, b[k][column] of column * 4 + k % 8 / 2 */
-            sum += number(all[g * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k % 2) * number(all[(q * 2 + i % 2) * 4 + k % 8 / 2][4 + k / 8], k % 2);
+        for (int k = 0; k < 16;
+             k++) /* a[row][k] is of lane row % 8 * 4 + k % 8 / 2, b[k][column] of column * 4 + k % 8 / 2 */
+            sum += number(all[g * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k % 2) *
+                   number(all[(q * 2 + i % 2) * 4 + k % 8 / 2][4 + k / 8], k % 2);
         d[i] = (float)sum;
     }
 }
@@ -237,13 +264,23 @@ inline void mma_digits(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 }
 
 // --- loads and copies
-inline uint4 load_16(const void *from) { uint4 bits; memcpy(&bits, from, 16); return bits; }
+inline uint4 load_16(const void *from)
+{
+    uint4 bits;
+    memcpy(&bits, from, 16);
+    return bits;
+}
 inline uint4 load_weights_16(const void *from)
 {
     if ((uintptr_t)from % 16) printf("a load of 16 bytes from %p\n", from), exit(1);
     return load_16(from);
 }
-inline uint32_t load_weights_4(const void *from) { uint32_t bits; memcpy(&bits, from, 4); return bits; }
+inline uint32_t load_weights_4(const void *from)
+{
+    uint32_t bits;
+    memcpy(&bits, from, 4);
+    return bits;
+}
 inline uint32_t shared_address(const void *at) { return (uint32_t)((const char *)at - smem); }
 inline void cpu_check(uint32_t to, const void *from, int bytes, int unit)
 {

@@ -29,7 +29,8 @@ struct digits_of_x {
     float factor[SETS]; /* of the lower one of the lane's two digits, for sums of 16 times the values */
     int sums[SETS][2];  /* -8 times those of the inputs' digits, of the lane's columns */
 
-    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows, int g, int q)
+    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows,
+                                                                 int g, int q)
     {
         return from + min(g / 4 % ROWS, num_rows - 1) * stride + g / 4 / ROWS * GROUP + q * 8;
     }
@@ -48,7 +49,8 @@ struct digits_of_x {
         uint32_t fixed[4];
         for (int i = 0; i < 4; i++) {
             const uint32_t bits = i % 2 ? two[i / 2] & 0xffff0000u : two[i / 2] << 16;
-            fixed[i] = __float_as_uint(fmaf(__uint_as_float(bits), scale, 12582912.f)) + 0x00408080; /* digits and 128 */
+            fixed[i] =
+                __float_as_uint(fmaf(__uint_as_float(bits), scale, 12582912.f)) + 0x00408080; /* digits and 128 */
         }
         const uint32_t of_two = (uint32_t)digit | (uint32_t)(digit + 4) << 4;
         const uint32_t low = __byte_perm(fixed[0], fixed[1], of_two), high = __byte_perm(fixed[2], fixed[3], of_two);

@@ -36,7 +36,9 @@ static void pack(problem &p, int unit_bytes)
         for (int row = 0; row < BLOCK; row++) {
             for (int group = 0; group < Layout::UNIT_GROUPS; group++) {
                 const float block_scale = (float)(1 + at % 13) / 8;
-                const float scale = IS_INT4 ? half_value(half_bits((float)(1 + drawn(1000)) / 512)) : p.has_row_scales ? 1 : block_scale;
+                const float scale = IS_INT4            ? half_value(half_bits((float)(1 + drawn(1000)) / 512))
+                                    : p.has_row_scales ? 1
+                                                       : block_scale;
                 const int zero = has_zeros ? drawn(16) : 8;
                 if (IS_INT4) {
                     const uint16_t bits = half_bits(scale);
@@ -87,13 +89,17 @@ static double error_of(const variant &v, const problem &p, int blocks_per_cta, i
     params args = {};
     args.weight = p.weight.data(), args.x = p.x.data(), args.out_f32 = out.data();
     args.row_scales = p.has_row_scales ? p.row_scales.data() : nullptr;
-    args.num_rows = p.num_rows, args.size = p.size, args.num_blocks = p.num_blocks, args.x_stride = p.size, args.out_stride = outputs;
-    args.blocks_per_cta = blocks_per_cta, args.round_size = std::min(blocks_per_cta, v.most_round), args.lines_to_l2 = lines_to_l2;
+    args.num_rows = p.num_rows, args.size = p.size, args.num_blocks = p.num_blocks, args.x_stride = p.size,
+    args.out_stride = outputs;
+    args.blocks_per_cta = blocks_per_cta, args.round_size = std::min(blocks_per_cta, v.most_round),
+    args.lines_to_l2 = lines_to_l2;
     if (v.smem_bytes(args.round_size) > (v.ctas == 2 ? 113 : 227) << 10)
         printf("%s: %d bytes\n", v.name, v.smem_bytes(args.round_size)), exit(1);
-    for (int block = 0; block * blocks_per_cta < p.num_blocks; block++) cpu_run(block, v.warps * 32, [&] { v.kernel(args); });
+    for (int block = 0; block * blocks_per_cta < p.num_blocks; block++)
+        cpu_run(block, v.warps * 32, [&] { v.kernel(args); });
     double worst = 0;
-    for (size_t i = 0; i < out.size(); i++) worst = fmax(worst, fabs(out[i] - p.sums[i]) / p.lengths[i]), worst = out[i] == out[i] ? worst : NAN;
+    for (size_t i = 0; i < out.size(); i++)
+        worst = fmax(worst, fabs(out[i] - p.sums[i]) / p.lengths[i]), worst = out[i] == out[i] ? worst : NAN;
     return worst;
 }
 
@@ -105,9 +111,11 @@ static double gated_error_of(const variant &v, const problem &p, int blocks_per_
     params args = {};
     args.weight = p.weight.data(), args.x = p.x.data(), args.out = out.data(), args.is_gated = true;
     args.row_scales = p.has_row_scales ? p.row_scales.data() : nullptr;
-    args.num_rows = p.num_rows, args.size = p.size, args.num_blocks = p.num_blocks, args.x_stride = p.size, args.out_stride = outputs;
+    args.num_rows = p.num_rows, args.size = p.size, args.num_blocks = p.num_blocks, args.x_stride = p.size,
+    args.out_stride = outputs;
     args.blocks_per_cta = blocks_per_cta, args.round_size = std::min(blocks_per_cta, v.most_round);
-    for (int block = 0; block * blocks_per_cta < p.num_blocks; block++) cpu_run(block, v.warps * 32, [&] { v.kernel(args); });
+    for (int block = 0; block * blocks_per_cta < p.num_blocks; block++)
+        cpu_run(block, v.warps * 32, [&] { v.kernel(args); });
     double worst = 0, largest = 0;
     for (int i = 0; i < p.num_rows * outputs; i++) {
         const double *from = &p.sums[i / outputs * outputs * 2 + i % outputs / 8 * BLOCK + i % 8];
@@ -131,7 +139,8 @@ int main(int argc, char **argv)
         } cases[] = {{v.rows, 4096, 5, 3, 1}, {std::max(1, v.rows - 1), 12288, 2, 2, 0}, {1, 1024, 14, 13, 0}};
         printf("%-40s format %d, %2d rows:", v.name, v.format, v.rows);
         for (const auto &c : cases) {
-            const double error = error_of(v, make(v, c.rows, c.size, c.blocks, v.format == FP8 && c.per_cta == 3), c.per_cta, c.to_l2);
+            const double error =
+                error_of(v, make(v, c.rows, c.size, c.blocks, v.format == FP8 && c.per_cta == 3), c.per_cta, c.to_l2);
             printf(" %.1e", error), fflush(stdout);
             worst = error == error ? fmax(worst, error) : NAN;
         }

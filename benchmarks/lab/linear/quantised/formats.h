@@ -17,7 +17,8 @@ struct tail {
  * off every pair of numbers (SUBTRACTS: exact, half an instruction more a number pair and no sums of x), or off the sums. */
 template <bool IS_F16_, bool HAS_ZEROS_, bool SUBTRACTS_>
 struct w4 : int4_layout {
-    static constexpr bool IS_F16 = IS_F16_, HAS_ZEROS = HAS_ZEROS_, SUBTRACTS = SUBTRACTS_, IS_INT4 = true, IS_DIGITS = false;
+    static constexpr bool IS_F16 = IS_F16_, HAS_ZEROS = HAS_ZEROS_, SUBTRACTS = SUBTRACTS_, IS_INT4 = true,
+                          IS_DIGITS = false;
     using number = std::conditional_t<IS_F16, __half2, __nv_bfloat162>;
     static constexpr int UNIT = unit_bytes(HAS_ZEROS), OFFSET = IS_F16 ? 0 : 128;
     static constexpr float UNIT_VALUE = IS_F16 ? 0x1p24f : 1;
@@ -116,9 +117,11 @@ struct line_of_x {
     float unscale[EIGHTS][2], sums[SETS][EIGHTS][2]; /* the last only where they are needed */
 
     /* Of a lane's columns in line 0. Columns of rows that x does not have are those of the last one: nobody reads their sums. */
-    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows, int g, int q)
+    __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows,
+                                                                 int g, int q)
     {
-        return from + min(columns<GPC>::row_of_x(g), num_rows - 1) * stride + columns<GPC>::group_of_x(g) * GROUP + q * 8;
+        return from + min(columns<GPC>::row_of_x(g), num_rows - 1) * stride + columns<GPC>::group_of_x(g) * GROUP +
+               q * 8;
     }
     __device__ __forceinline__ void load(const __nv_bfloat16 *at, int stride, int num_rows, int line, int g)
     {
@@ -133,7 +136,8 @@ struct line_of_x {
     }
     __device__ __forceinline__ void take(const line_of_x &other)
     {
-        for (int i = 0; i < SETS * EIGHTS * 16; i++) x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16] = other.x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16];
+        for (int i = 0; i < SETS * EIGHTS * 16; i++)
+            x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16] = other.x[i / 16 / EIGHTS][i / 16 % EIGHTS][i % 16];
     }
     /* To float16, times a power of two of each column. */
     __device__ __forceinline__ void convert(int e, int q)

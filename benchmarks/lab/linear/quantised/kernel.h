@@ -17,35 +17,43 @@ struct params {
     const float *row_scales; /* of float8, or NULL: then the tails have the scales of blocks */
     int num_rows, size /* inputs */, num_blocks, x_stride, out_stride;
     int blocks_per_cta, round_size; /* blocks */
-    int trigger;                    /* when the next kernel may start: 0 at once, 1 behind the wait, 2 behind x, 3 at the last copy */
-    int lines_to_l2;                /* of each warp, beyond its ring, before the wait */
-    bool is_gated;                  /* blocks are 8 gates and their 8 ups */
+    int trigger;     /* when the next kernel may start: 0 at once, 1 behind the wait, 2 behind x, 3 at the last copy */
+    int lines_to_l2; /* of each warp, beyond its ring, before the wait */
+    bool is_gated;   /* blocks are 8 gates and their 8 ups */
 };
 
-template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_, int COPY_UNITS_ = 1, bool HAS_MATH_ = true>
+template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_,
+          int COPY_UNITS_ = 1, bool HAS_MATH_ = true>
 struct shape {
     using F = F_;
-    static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, COPY_UNITS = COPY_UNITS_;
-    static constexpr int THREADS = WARPS * 32, LINE_UNITS = LG / F::UNIT_GROUPS, ROWS = F::IS_DIGITS ? 2 / GPC : 8 / GPC * EIGHTS;
+    static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_,
+                         COPY_UNITS = COPY_UNITS_;
+    static constexpr int THREADS = WARPS * 32, LINE_UNITS = LG / F::UNIT_GROUPS,
+                         ROWS = F::IS_DIGITS ? 2 / GPC : 8 / GPC * EIGHTS;
     using x_line = std::conditional_t<F::IS_DIGITS, digits_of_x<LG, GPC>, line_of_x<F, LG, GPC, EIGHTS>>;
     static constexpr source_kind KIND = KIND_;
     static constexpr bool HAS_MATH = HAS_MATH_;
     /* Slots of registers have names: lines take turns. */
     static constexpr int PHASES = KIND == DIRECT ? DEPTH / LINE_UNITS : 1;
     static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
-    using source = std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
-                                      std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
-    static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20, BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
+    using source = std::conditional_t<
+        KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
+        std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
+    static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20,
+                         BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
     static constexpr int SUMS_ROOM = CTAS == 2 ? 10240 : 40960;
-    static constexpr int most_round() { return SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) > 0 ? SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) : 1; }
+    static constexpr int most_round()
+    {
+        return SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) > 0 ? SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) : 1;
+    }
     static constexpr int smem_bytes(int round_size) { return WARPS * (source::BYTES + round_size * BLOCK_FLOATS * 4); }
     static constexpr int OUTPUTS = (most_round() * BLOCK * ROWS + THREADS - 1) / THREADS; /* of a thread */
 };
 
 /* A block's line, of which a lane's rows lie in its quarter columns: their sum over lanes of the same rows goes to `to`. */
 template <class S>
-__device__ __forceinline__ void leave(float (&total)[S::EIGHTS][4], const float (&unscale)[S::EIGHTS][2], float *to, int g, int q,
-                                      bool is_first)
+__device__ __forceinline__ void leave(float (&total)[S::EIGHTS][4], const float (&unscale)[S::EIGHTS][2], float *to,
+                                      int g, int q, bool is_first)
 {
     for (int i = 0; i < S::EIGHTS * 4; i++) total[i / 4][i % 4] *= unscale[i / 4][i % 2];
     const auto put = [&](int row, int half, float value) {
@@ -184,7 +192,8 @@ __device__ __forceinline__ void write_round(const params &p, const share<S> &its
             const float gate = rounded(sum), up = its.sum(sums, i, its.in_block(i) + 8) * row_scale[i].y;
             sum = rounded(gate / (1 + __expf(-gate))) * rounded(up);
         }
-        const int64_t to = (int64_t)its.row(i) * p.out_stride + (first + its.block(i)) * (p.is_gated ? BLOCK / 2 : BLOCK) + its.in_block(i);
+        const int64_t to = (int64_t)its.row(i) * p.out_stride +
+                           (first + its.block(i)) * (p.is_gated ? BLOCK / 2 : BLOCK) + its.in_block(i);
         if (p.out_f32)
             p.out_f32[to] = sum;
         else

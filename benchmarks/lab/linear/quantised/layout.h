@@ -54,7 +54,7 @@ struct int4_layout {
 /* float8: a word is one step of a row of a lane, its bytes inputs 0 to 3. */
 struct fp8_layout {
     static constexpr int BITS = 8, UNIT_GROUPS = 1, TAIL_SCALES = VALUES;
-    static constexpr int unit_bytes(bool) { return VALUES + 16; } /* a scale in float32, and room */
+    static constexpr int unit_bytes(bool) { return VALUES + 32; } /* a scale in float32; whole sectors */
     HD static constexpr place place_of(int row, int input)
     {
         const position at = position_of(row, input);

@@ -9,13 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define OK(call)                                                                        \
-    do {                                                                                \
-        cudaError_t e_ = (call);                                                        \
-        if (e_ != cudaSuccess) {                                                        \
+#define OK(call)                                                                         \
+    do {                                                                                 \
+        cudaError_t e_ = (call);                                                         \
+        if (e_ != cudaSuccess) {                                                         \
             printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
-            exit(1);                                                                    \
-        }                                                                               \
+            exit(1);                                                                     \
+        }                                                                                \
     } while (0)
 
 // --- what the library has elsewhere
@@ -77,7 +77,8 @@ void library_layers::make(int its_bits, int its_layers)
             }
             if (bits == 4) {
                 OK(cudaMalloc(&scales[layer][p], count / 128 * 2));
-                fill_with<__nv_bfloat16><<<64, 256>>>((__nv_bfloat16 *)scales[layer][p], count / 128, __float2bfloat16(0.00390625f));
+                fill_with<__nv_bfloat16>
+                    <<<64, 256>>>((__nv_bfloat16 *)scales[layer][p], count / 128, __float2bfloat16(0.00390625f));
             }
         }
     OK(cudaDeviceSynchronize());
@@ -91,8 +92,8 @@ void library_layers::release()
         }
 }
 
-void library_layers::launch(int layer, int product, const void *x, int x_stride, void *out, int out_stride, int num_rows,
-                            cudaStream_t stream, int copy) const
+void library_layers::launch(int layer, int product, const void *x, int x_stride, void *out, int out_stride,
+                            int num_rows, cudaStream_t stream, int copy) const
 {
     pk_linear_args args = {};
     args.x.data = x, args.x.num_rows = num_rows, args.x.stride = x_stride, args.x.dtype = PK_BF16;
@@ -100,20 +101,24 @@ void library_layers::launch(int layer, int product, const void *x, int x_stride,
     /* Small ones lie in the rows of gate and up, so that there are enough of them. */
     const int copies = product < 2 ? OUTPUTS_OF[2] / OUTPUTS_OF[product] : 1, from = product < 2 ? 2 : product;
     const int64_t row = copy % copies * OUTPUTS_OF[product];
-    weight.data = (const char *)weights[layer][from] + row * INPUTS_OF[product] * bits / 8, weight.out_features = OUTPUTS_OF[product], weight.in_features = INPUTS_OF[product];
+    weight.data = (const char *)weights[layer][from] + row * INPUTS_OF[product] * bits / 8,
+    weight.out_features = OUTPUTS_OF[product], weight.in_features = INPUTS_OF[product];
     weight.stride = bits == 4 ? INPUTS_OF[product] / 2 : INPUTS_OF[product], weight.is_constant = true;
     weight.dtype = bits == 16 ? PK_BF16 : bits == 8 ? PK_F8E4M3 : PK_U8;
     if (bits < 16) {
-        weight.scales = (const char *)scales[layer][from] + row / (bits == 8 ? 128 : 1) * (INPUTS_OF[product] / 128) * (bits == 8 ? 4 : 2),
+        weight.scales = (const char *)scales[layer][from] +
+                        row / (bits == 8 ? 128 : 1) * (INPUTS_OF[product] / 128) * (bits == 8 ? 4 : 2),
         weight.scales_stride = INPUTS_OF[product] / 128;
-        weight.block_rows = bits == 8 ? 128 : 1, weight.block_columns = 128, weight.scales_dtype = bits == 8 ? PK_F32 : PK_BF16;
+        weight.block_rows = bits == 8 ? 128 : 1, weight.block_columns = 128,
+        weight.scales_dtype = bits == 8 ? PK_F32 : PK_BF16;
     }
     args.epilogue.is_gated = product == 2, args.epilogue.out = out, args.epilogue.out_stride = out_stride;
     args.epilogue.out_dtype = PK_BF16;
     pk_error error = {};
     const pk_device device = {PK_CUDA, 0};
     const pk_cuda_call call(device, stream, &error);
-    if (call.status != PK_OK || !pk_cuda_linear_few_applies(&args, call.device) || pk_cuda_linear_few(&args, call) != PK_OK) {
+    if (call.status != PK_OK || !pk_cuda_linear_few_applies(&args, call.device) ||
+        pk_cuda_linear_few(&args, call) != PK_OK) {
         printf("the library does not take %d bits, %d rows of %s\n", bits, num_rows, NAME_OF[product]);
         exit(1);
     }

@@ -11,11 +11,12 @@ struct library_layers {
 
     void make(int its_bits, int its_layers);
     void release();
-    void launch(int layer, int product, const void *x, int x_stride, void *out, int out_stride, int num_rows, cudaStream_t stream,
-                int copy = 0) const;
+    void launch(int layer, int product, const void *x, int x_stride, void *out, int out_stride, int num_rows,
+                cudaStream_t stream, int copy = 0) const;
 };
 enum { NUM_PRODUCTS = 4 };
-static const int OUTPUTS_OF[NUM_PRODUCTS] = {6144, 4096, 24576, 4096}, INPUTS_OF[NUM_PRODUCTS] = {4096, 4096, 4096, 12288};
+static const int OUTPUTS_OF[NUM_PRODUCTS] = {6144, 4096, 24576, 4096},
+                 INPUTS_OF[NUM_PRODUCTS] = {4096, 4096, 4096, 12288};
 static const char *const NAME_OF[NUM_PRODUCTS] = {"qkv", "o", "gate and up", "down"};
 
 #endif

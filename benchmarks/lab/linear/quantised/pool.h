@@ -64,16 +64,18 @@ __global__ void pack_kernel(char *pool, numbers of)
     ((uint32_t *)unit)[threadIdx.x] = words[threadIdx.x];
     const int row = threadIdx.x / 2 % BLOCK, group = threadIdx.x % 2;
     if (F::IS_INT4 && threadIdx.x < 32) {
-        *(__half *)(unit + F::TAIL_SCALES + int4_layout::scale_at(row, group) * 2) = __float2half(of.scale(blockIdx.x, row, group));
+        *(__half *)(unit + F::TAIL_SCALES + int4_layout::scale_at(row, group) * 2) =
+            __float2half(of.scale(blockIdx.x, row, group));
         if (F::HAS_ZEROS)
             unit[int4_layout::TAIL_ZEROS + int4_layout::scale_at(row, group)] = (char)of.zero(blockIdx.x, row, group);
     }
-    if (!F::IS_INT4 && threadIdx.x < 4) ((float *)(unit + F::TAIL_SCALES))[threadIdx.x] = of.scale(blockIdx.x, 0, 0);
+    if (!F::IS_INT4 && threadIdx.x < 8) ((float *)(unit + F::TAIL_SCALES))[threadIdx.x] = of.scale(blockIdx.x, 0, 0);
 }
 
 /* A warp for an output of all rows: sums in float64, to `sums` [num_rows][16 num_blocks]. */
 __global__ static void reference_kernel(numbers of, int64_t first_unit, int num_blocks, int size, int unit_inputs,
-                                        const float *row_scales, const __nv_bfloat16 *x, int x_stride, int num_rows, double *sums)
+                                        const float *row_scales, const __nv_bfloat16 *x, int x_stride, int num_rows,
+                                        double *sums)
 {
     const int output = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (output >= num_blocks * BLOCK) return;
@@ -92,7 +94,8 @@ __global__ static void reference_kernel(numbers of, int64_t first_unit, int num_
 }
 
 /* The outputs that a product writes, from its sums. */
-__global__ static void round_kernel(const double *sums, int num_rows, int num_blocks, bool is_gated, __nv_bfloat16 *out, int stride)
+__global__ static void round_kernel(const double *sums, int num_rows, int num_blocks, bool is_gated, __nv_bfloat16 *out,
+                                    int stride)
 {
     const int width = is_gated ? BLOCK / 2 : BLOCK, outputs = num_blocks * width;
     const int at = blockIdx.x * blockDim.x + threadIdx.x, row = at / outputs, output = at % outputs;

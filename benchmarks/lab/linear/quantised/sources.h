@@ -38,7 +38,8 @@ struct walk {
 template <class F, int LG, int GPC, int DEPTH_, int COPY_UNITS>
 struct bulk_source {
     static constexpr int DEPTH = DEPTH_, WORDS = F::template WORDS<GPC>, LINE_UNITS = LG / F::UNIT_GROUPS;
-    static constexpr int COPIES = DEPTH / COPY_UNITS, BYTES = DEPTH * F::UNIT + (COPIES + COPIES % 2) * 8; /* of a warp */
+    static constexpr int COPIES = DEPTH / COPY_UNITS,
+                         BYTES = DEPTH * F::UNIT + (COPIES + COPIES % 2) * 8; /* of a warp */
     static_assert(DEPTH % COPY_UNITS == 0 && LINE_UNITS % COPY_UNITS == 0, "whole copies");
     walk at;
     const char *ring;

@@ -12,13 +12,13 @@
 #ifndef LAB_ON_CPU
 #include <cuda_runtime.h>
 
-#define OK(call)                                                                        \
-    do {                                                                                \
-        cudaError_t e_ = (call);                                                        \
-        if (e_ != cudaSuccess) {                                                        \
+#define OK(call)                                                                         \
+    do {                                                                                 \
+        cudaError_t e_ = (call);                                                         \
+        if (e_ != cudaSuccess) {                                                         \
             printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
-            exit(1);                                                                    \
-        }                                                                               \
+            exit(1);                                                                     \
+        }                                                                                \
     } while (0)
 #endif
 
@@ -36,11 +36,11 @@ template <class S>
 static variant variant_of(const char *name)
 {
     using F = typename S::F;
-    return {name,     F::IS_DIGITS ? INT4_DIGITS : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
-            S::ROWS,  S::WARPS,
-            S::CTAS,  S::DEPTH,
-            F::UNIT,  S::most_round(),
-            S::HAS_MATH, S::KIND == BULK,
+    return {name,          F::IS_DIGITS ? INT4_DIGITS : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
+            S::ROWS,       S::WARPS,
+            S::CTAS,       S::DEPTH,
+            F::UNIT,       S::most_round(),
+            S::HAS_MATH,   S::KIND == BULK,
             few_kernel<S>, [](int round_size) { return S::smem_bytes(round_size); }};
 }
 

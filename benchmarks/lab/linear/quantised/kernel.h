@@ -20,10 +20,15 @@ struct params {
     int trigger;     /* when the next kernel may start: 0 at once, 1 behind the wait, 2 behind x, 3 at the last copy */
     int lines_to_l2; /* of each warp, beyond its ring, before the wait */
     bool is_gated;   /* blocks are 8 gates and their 8 ups */
+    uint64_t *trace; /* [CTAs][NUM_MARKS] of a traced kernel, in ns */
 };
 
+/* What a kernel is for beside its result: where a CTA's time goes, the way of copies alone, the way without a weight. */
+enum purpose { PLAIN, TRACED, COPIES_ONLY, NO_WEIGHT };
+enum mark { AT_START, ALL_ASKED, WAIT_OVER, X_THERE, FIRST_LINE, LAST_PRODUCT, AT_END, NUM_MARKS };
+
 template <class F_, int WARPS_, int CTAS_, int LG_, int GPC_, int EIGHTS_, source_kind KIND_, int DEPTH_,
-          int COPY_UNITS_ = 1, bool HAS_MATH_ = true>
+          int COPY_UNITS_ = 1, purpose PURPOSE_ = PLAIN>
 struct shape {
     using F = F_;
     static constexpr int WARPS = WARPS_, CTAS = CTAS_, LG = LG_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_,
@@ -32,7 +37,8 @@ struct shape {
                          ROWS = F::IS_DIGITS ? 2 / GPC : 8 / GPC * EIGHTS;
     using x_line = std::conditional_t<F::IS_DIGITS, digits_of_x<LG, GPC>, line_of_x<F, LG, GPC, EIGHTS>>;
     static constexpr source_kind KIND = KIND_;
-    static constexpr bool HAS_MATH = HAS_MATH_;
+    static constexpr purpose PURPOSE = PURPOSE_;
+    static constexpr bool HAS_MATH = PURPOSE < COPIES_ONLY;
     /* Slots of registers have names: lines take turns. */
     static constexpr int PHASES = KIND == DIRECT ? DEPTH / LINE_UNITS : 1;
     static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
@@ -41,11 +47,15 @@ struct shape {
         std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
     static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20,
                          BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
-    static constexpr int SUMS_ROOM = CTAS == 2 ? 10240 : 40960;
+    static constexpr int SUMS_ROOM = ((CTAS == 2 ? 113 : 227) << 10) - WARPS * source::BYTES;
+    /* Blocks whose sums have room at once: the fewer rounds, the fewer barriers. */
     static constexpr int most_round()
     {
-        return SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) > 0 ? SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4) : 1;
+        const int most = SUMS_ROOM / (WARPS * BLOCK_FLOATS * 4),
+                  few = 2 * THREADS / (BLOCK * ROWS); /* outputs a thread */
+        return most < 12 && most < few ? most : few < 12 ? few : 12;
     }
+    static_assert(SUMS_ROOM >= WARPS * BLOCK_FLOATS * 4, "a round of a block");
     static constexpr int smem_bytes(int round_size) { return WARPS * (source::BYTES + round_size * BLOCK_FLOATS * 4); }
     static constexpr int OUTPUTS = (most_round() * BLOCK * ROWS + THREADS - 1) / THREADS; /* of a thread */
 };
@@ -207,13 +217,18 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     using F = typename S::F;
     extern __shared__ __align__(128) char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const auto mark = [&](int which, uint32_t behind) {
+        if (S::PURPOSE == TRACED && threadIdx.x == 0) p.trace[blockIdx.x * NUM_MARKS + which] = time_behind(behind);
+    };
+    mark(AT_START, 0);
     if (p.trigger == 0) let_next_start();
 
     const int num_lines = p.size / (S::LG * GROUP), begin = blockIdx.x * p.blocks_per_cta,
               end = min(begin + p.blocks_per_cta, p.num_blocks);
     walk at = {};
     at.base = p.weight, at.line_bytes = S::LINE_UNITS * F::UNIT, at.num_lines = num_lines, at.warp = at.line = warp;
-    at.step = S::WARPS, at.round_size = p.round_size, at.end = warp < num_lines ? end : begin, at.block = begin;
+    at.step = S::WARPS, at.round_size = p.round_size,
+    at.end = warp < num_lines && S::PURPOSE != NO_WEIGHT ? end : begin, at.block = begin;
     at.round_end = begin + p.round_size;
     at.find();
     typename S::source source(at, smem + warp * S::source::BYTES, lane);
@@ -229,12 +244,15 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
         for (int i = lane; i < p.round_size * S::BLOCK_FLOATS; i += 32)
             sums[(i / S::BLOCK_FLOATS * S::WARPS + warp) * S::BLOCK_FLOATS + i % S::BLOCK_FLOATS] = 0;
     keep(x_at);
+    mark(ALL_ASKED, 0);
 
     wait_for_previous();
+    mark(WAIT_OVER, 0);
     if (warp < num_lines) x.load(x_at, p.x_stride, p.num_rows, warp, g);
     if (p.trigger == 1) let_next_start();
     if (warp < num_lines) x.make_ready(q);
     if (p.trigger == 2) let_next_start();
+    mark(X_THERE, *(const uint32_t *)&x);
     /* Where registers allow, the next line of x comes during this one. */
     constexpr bool COMES_EARLY = F::IS_DIGITS ? S::GPC == 2 && S::COPY_UNITS == 1 : S::LG / S::GPC * S::EIGHTS == 1;
     typename S::x_line next_x;
@@ -252,7 +270,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
             }
             if (COMES_EARLY && num_lines > S::WARPS)
                 next_x.load(x_at, p.x_stride, p.num_rows, line + S::WARPS < num_lines ? line + S::WARPS : warp, g);
-            for (int block = 0; block < blocks; block++) {
+            for (int block = 0; block < blocks && S::PURPOSE != NO_WEIGHT; block++) {
                 float total[S::EIGHTS][4] = {};
                 if constexpr (S::PHASES == 2) {
                     if (phase == 0)
@@ -268,11 +286,15 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
                     leave_digits<S::GPC, S::ROW_FLOATS>(total[0], to, g, q, line == warp);
                 else
                     leave<S>(total, x.unscale, to, g, q, line == warp);
+                if (S::PURPOSE == TRACED && first == begin && line == warp && block == 0)
+                    mark(FIRST_LINE, __float_as_uint(total[0][0]));
             }
         }
         if (p.trigger == 3 && first + blocks >= end) let_next_start();
+        mark(LAST_PRODUCT, 0);
         __syncthreads();
         write_round<S>(p, its, sums, row_scale, first, blocks);
+        mark(AT_END, 0);
         if (first + blocks >= end) break;
         for (int i = 0; i < S::OUTPUTS; i++) row_scale[i] = its.scale(p, i, first + blocks);
         __syncthreads();

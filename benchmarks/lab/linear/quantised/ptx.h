@@ -122,6 +122,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase)
         : "memory");
 }
 
+/* The device's clock, in ns, once `value` is there. */
+__device__ __forceinline__ uint64_t time_behind(uint32_t value)
+{
+    uint64_t now;
+    asm volatile("{\n.reg .u32 r;\nadd.u32 r, %1, 1;\nmov.u64 %0, %%globaltimer;\n}"
+                 : "=l"(now)
+                 : "r"(value)
+                 : "memory");
+    return now;
+}
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif

@@ -1,5 +1,5 @@
 #!/bin/bash
-# About 90 s on one H200: builds the comparison where there is no program yet, and lets each design run in a process of its own,
+# About 100 s on one H200: builds the comparison where there is no program yet, and lets each design run in a process of its own,
 # so that one that hangs takes nothing with it.     run.sh [FOLDER]
 cd "$(dirname "$0")"
 folder=${1:-.}
@@ -12,9 +12,12 @@ b 15 digits E 10
 b 15 int4 B 10
 b 15 int4 A 10
 b 15 int4 FH 10
+b 10 trace int4
+b 10 trace digits
 b 15 library 8
 b 20 fp8 C 15
 b 15 fp8 BA 10
+b 10 trace fp8
 b 15 zeros C 10
 b 15 library 16
 b 20 mix int4 12

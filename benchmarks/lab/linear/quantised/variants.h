@@ -27,6 +27,7 @@ enum format { INT4, INT4_ZEROS, INT4_DIGITS, FP8 };
 struct variant {
     const char *name;
     int format, rows /* at most */, warps, ctas /* on an SM */, depth /* units */, unit, most_round;
+    purpose its_purpose;
     bool has_math, is_bulk;
     void (*kernel)(params);
     int (*smem_bytes)(int round_size);
@@ -36,12 +37,21 @@ template <class S>
 static variant variant_of(const char *name)
 {
     using F = typename S::F;
-    return {name,          F::IS_DIGITS ? INT4_DIGITS : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
-            S::ROWS,       S::WARPS,
-            S::CTAS,       S::DEPTH,
-            F::UNIT,       S::most_round(),
-            S::HAS_MATH,   S::KIND == BULK,
-            few_kernel<S>, [](int round_size) { return S::smem_bytes(round_size); }};
+    return {name,
+            F::IS_DIGITS ? INT4_DIGITS
+            : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4
+                         : FP8,
+            S::ROWS,
+            S::WARPS,
+            S::CTAS,
+            S::DEPTH,
+            F::UNIT,
+            S::most_round(),
+            S::PURPOSE,
+            S::HAS_MATH,
+            S::KIND == BULK,
+            few_kernel<S>,
+            [](int round_size) { return S::smem_bytes(round_size); }};
 }
 
 std::vector<variant> int4_variants(), int4_more_variants(), fp8_variants();

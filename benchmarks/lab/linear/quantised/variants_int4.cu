@@ -20,8 +20,11 @@ std::vector<variant> int4_variants()
         variant_of<shape<w4_digits, 8, 2, 4, 2, 1, BULK, 6>>("E bulk, integers, 8 warps x 2"),
         variant_of<shape<w4_digits, 8, 2, 4, 2, 1, BULK, 6, 2>>("E bulk, integers, copies of 4 KB"),
         variant_of<shape<w4_digits, 8, 2, 4, 1, 1, BULK, 6>>("E bulk, integers, 8 warps x 2"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 1, false>>("C bulk, 8 warps x 2, no products"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6, 1, false>>("B copies, 8 warps x 2, no products"),
-        variant_of<shape<f16, 8, 2, 4, 4, 1, DIRECT, 2, 1, false>>("A registers, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 1, COPIES_ONLY>>("C bulk, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6, 1, COPIES_ONLY>>("B copies, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, DIRECT, 2, 1, COPIES_ONLY>>("A registers, 8 warps x 2, no products"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 2, NO_WEIGHT>>("C bulk, 8 warps x 2, no weight"),
+        variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 2, TRACED>>("C bulk, 8 warps x 2, copies of 4 KB, traced"),
+        variant_of<shape<w4_digits, 8, 2, 4, 2, 1, BULK, 6, 2, TRACED>>("E bulk, integers, copies of 4 KB, traced"),
     };
 }

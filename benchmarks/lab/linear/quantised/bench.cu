@@ -1,7 +1,7 @@
 /* bench.cu - checks the kernels of the tables against float64 and times them: 8B's four products one after the other, as in a
  * step, and each product by itself, in CUDA graphs, over weights that do not fit into the L2.
  *
- *     bench FORMAT LETTERS [SECONDS]     FORMAT int4, zeros, digits or fp8; LETTERS: designs by the first letter of their names
+ *     bench FORMAT LETTERS [SECONDS]     FORMAT int4, zeros or fp8; LETTERS: designs by the first letter of their names
  *     bench library BITS                 today's kernels, of 16, 8 or 4 bits
  *     bench trace FORMAT                 where the time of a layer's CTAs goes
  *     bench mix FORMAT                   the best kernel for each product, with the best moments for the next one to start
@@ -92,10 +92,7 @@ static std::vector<variant> variants_of(int format, const char *letters)
 }
 static int format_of(const char *name)
 {
-    return !strcmp(name, "fp8")      ? FP8
-           : !strcmp(name, "zeros")  ? INT4_ZEROS
-           : !strcmp(name, "digits") ? INT4_DIGITS
-                                     : INT4;
+    return !strcmp(name, "fp8") ? FP8 : !strcmp(name, "zeros") ? INT4_ZEROS : INT4;
 }
 static bool suits(const variant &v, int num_rows) { return v.rows >= num_rows && v.rows <= std::max(4, num_rows); }
 

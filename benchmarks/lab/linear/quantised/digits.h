@@ -8,16 +8,8 @@
 
 #include "formats.h"
 
-/* A word is 4 bytes of one row: lower nibbles are inputs of one piece of 8, upper ones of the next piece. Words: row g and
- * row g + 8 of inputs 0 to 3 of the pieces, then of 4 to 7; 16 bytes are 64 inputs. */
 struct w4_digits : w4<true, false, false> {
     static constexpr bool IS_DIGITS = true;
-    HD static constexpr place place_of(int row, int input)
-    {
-        const int in_group = input % GROUP, piece = in_group / 32, q = in_group % 32 / 8, i = in_group % 8;
-        const int lane = row % 8 * 4 + q, brick = input / GROUP * 2 + piece / 2;
-        return {(brick * 32 + lane) * 4 + i / 4 * 2 + row / 8, i % 4 * 8 + piece % 2 * 4};
-    }
 };
 
 /* Columns are (a group of GPC, a row, one of 4 digits, the last of which is 0). */
@@ -54,7 +46,7 @@ struct digits_of_x {
         }
         const uint32_t of_two = (uint32_t)digit | (uint32_t)(digit + 4) << 4;
         const uint32_t low = __byte_perm(fixed[0], fixed[1], of_two), high = __byte_perm(fixed[2], fixed[3], of_two);
-        return (__byte_perm(low, high, 0x5410) ^ 0x80808080) & (digit == 3 ? 0 : 0xffffffff);
+        return (__byte_perm(low, high, 0x5140) ^ 0x80808080) & (digit == 3 ? 0 : 0xffffffff);
     }
     __device__ __forceinline__ void make_ready(int q)
     {

@@ -74,8 +74,6 @@ static problem make(const variant &v, int num_rows, int size, int num_blocks, bo
         p.x.push_back(__float2bfloat16(ldexpf((float)(drawn(2001) - 1000) / 1000, drawn(16) == 0 ? 8 : drawn(3) - 12)));
     if (v.format == FP8)
         pack<fp8_layout>(p, v.unit);
-    else if (v.format == INT4_DIGITS)
-        pack<w4_digits>(p, v.unit);
     else
         pack<int4_layout>(p, v.unit);
     return p;
@@ -93,7 +91,7 @@ static double error_of(const variant &v, const problem &p, int blocks_per_cta, i
     args.out_stride = outputs;
     args.blocks_per_cta = blocks_per_cta, args.round_size = std::min(blocks_per_cta, v.most_round),
     args.lines_to_l2 = lines_to_l2;
-    if (v.smem_bytes(args.round_size) > (v.ctas == 2 ? 113 : 227) << 10)
+    if (v.smem_bytes(args.round_size) > (228 / v.ctas - 1) << 10)
         printf("%s: %d bytes\n", v.name, v.smem_bytes(args.round_size)), exit(1);
     for (int block = 0; block * blocks_per_cta < p.num_blocks; block++)
         cpu_run(block, v.warps * 32, [&] { v.kernel(args); });

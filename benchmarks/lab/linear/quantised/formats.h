@@ -22,7 +22,7 @@ struct w4 : int4_layout {
     using number = std::conditional_t<IS_F16, __half2, __nv_bfloat162>;
     static constexpr int UNIT = unit_bytes(HAS_ZEROS), OFFSET = IS_F16 ? 0 : 128;
     static constexpr float UNIT_VALUE = IS_F16 ? 0x1p24f : 1;
-    static constexpr int SIXTEENTH = IS_F16 ? 4 : 0; /* less of the exponent of inputs 2 and 3 */
+    static constexpr int SIXTEENTH = IS_F16 ? 4 : 0; /* less of the exponent of every second piece */
     template <int GPC>
     static constexpr int WORDS = GPC == 1 ? 2 : 1;
     template <int GPC>
@@ -48,14 +48,11 @@ struct w4 : int4_layout {
     __device__ static __forceinline__ void fragment(uint32_t (&a)[4], const uint4 (&w)[4], int group, int step,
                                                     const zeros &zeros)
     {
-        const int t = group * STEPS + step;
-        const uint32_t word = ((const uint32_t *)&w[t / 4])[t % 4];
-        if constexpr (IS_F16) {
-            const uint32_t upper = word >> 8;
-            a[0] = word & 0x000f000f, a[2] = word & 0x00f000f0;
-            a[1] = upper & 0x000f000f, a[3] = upper & 0x00f000f0;
-        } else {
-            for (int i = 0; i < 4; i++) a[i / 2 + i % 2 * 2] = and_or(word >> 4 * i, 0x000f000f, 0x43004300);
+        const uint32_t *both = (const uint32_t *)&w[group * 2 + step / 4] + step / 2 % 2 * 2; /* rows g, g + 8 */
+        for (int h = 0; h < 2; h++) {
+            const uint32_t word = step % 2 ? both[h] >> 8 : both[h];
+            a[h] = IS_F16 ? word & 0x000f000f : and_or(word, 0x000f000f, 0x43004300);
+            a[h + 2] = IS_F16 ? word & 0x00f000f0 : and_or(both[h] >> (step % 2 * 8 + 4), 0x000f000f, 0x43004300);
         }
         for (int i = 0; SUBTRACTS && i < 4; i++) {
             const number less = __hsub2(*(const number *)&a[i], *(const number *)&zeros.pairs[i]);
@@ -154,7 +151,7 @@ struct line_of_x {
         for (int s = 0; s < SETS; s++)
             for (int i = 0; i < 16; i++) {
                 const __nv_bfloat162 scaled =
-                    __hmul2(*(const __nv_bfloat162 *)&x[s][e][i], *(const __nv_bfloat162 *)&scales[i % 2]);
+                    __hmul2(*(const __nv_bfloat162 *)&x[s][e][i], *(const __nv_bfloat162 *)&scales[i / 4 % 2]);
                 const uint32_t bits = *(const uint32_t *)&scaled;
                 const __half2 two = __floats2half2_rn(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
                 x[s][e][i] = *(const uint32_t *)&two;
@@ -169,7 +166,7 @@ struct line_of_x {
         float c[CHAINS][4] = {};
         for (int step = 0; step < STEPS; step++) {
             float(&its)[4] = c[step % CHAINS];
-            mma<F::IS_F16>(its, ones, x[s][e][step * 2], x[s][e][step * 2 + 1], its);
+            mma<F::IS_F16>(its, ones, x[s][e][F::pair_at(step, false)], x[s][e][F::pair_at(step, true)], its);
         }
         for (int i = 0; i < 2; i++) {
             sums[s][e][i] = 0;

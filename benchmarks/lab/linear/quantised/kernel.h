@@ -47,7 +47,7 @@ struct shape {
         std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
     static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20,
                          BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
-    static constexpr int SUMS_ROOM = ((CTAS == 2 ? 113 : 227) << 10) - WARPS * source::BYTES;
+    static constexpr int SUMS_ROOM = ((228 / CTAS - 1) << 10) - WARPS * source::BYTES;
     /* Blocks whose sums have room at once: the fewer rounds, the fewer barriers. */
     static constexpr int most_round()
     {
@@ -103,16 +103,17 @@ __device__ __forceinline__ void multiply(float (&total)[S::EIGHTS][4], const uin
     for (int step = 0; step < STEPS; step++)
         for (int i = 0; i < GROUPS; i++) {
             const int set = (U * F::UNIT_GROUPS + first + i) / S::GPC;
+            const int low = F::pair_at(step, false), high = F::pair_at(step, true);
             uint32_t a[4];
             F::fragment(a, w, first + i, step, zeros[i]);
             for (int e = 0; e < S::EIGHTS; e++) {
                 float(&sums)[4] = c[i][step % CHAINS][e];
                 if (step < CHAINS) { /* begins with what the inputs' sums make of the zero, or with 0 */
                     const bool has_it = F::IS_INT4 && !F::HAS_ZEROS && !F::SUBTRACTS && step == 0;
-                    const float low = has_it ? x.sums[set][e][0] : 0, high = has_it ? x.sums[set][e][1] : 0;
-                    mma<F::IS_F16>(sums, a, x.x[set][e][step * 2], x.x[set][e][step * 2 + 1], {low, high, low, high});
+                    const float sum = has_it ? x.sums[set][e][0] : 0, next = has_it ? x.sums[set][e][1] : 0;
+                    mma<F::IS_F16>(sums, a, x.x[set][e][low], x.x[set][e][high], {sum, next, sum, next});
                 } else {
-                    mma<F::IS_F16>(sums, a, x.x[set][e][step * 2], x.x[set][e][step * 2 + 1], sums);
+                    mma<F::IS_F16>(sums, a, x.x[set][e][low], x.x[set][e][high], sums);
                 }
             }
         }
@@ -254,7 +255,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     if (p.trigger == 2) let_next_start();
     mark(X_THERE, *(const uint32_t *)&x);
     /* Where registers allow, the next line of x comes during this one. */
-    constexpr bool COMES_EARLY = F::IS_DIGITS ? S::GPC == 2 && S::COPY_UNITS == 1 : S::LG / S::GPC * S::EIGHTS == 1;
+    constexpr bool COMES_EARLY =
+        F::IS_DIGITS ? S::GPC == 2 && S::COPY_UNITS == 1 : S::LG / S::GPC * S::EIGHTS == 1 && S::CTAS < 3;
     typename S::x_line next_x;
     int ready = warp, phase = 0;
     for (int first = begin; first < end; first += p.round_size) {

@@ -18,35 +18,28 @@
 
 enum { BLOCK = 16 /* outputs */, GROUP = 128 /* inputs */, STEPS = 8 /* of 16 inputs, of a group */, VALUES = 2048 };
 
-/* Input `i` (0 to 3) of lane q in step `step`, in its group: 8 neighbours are 16 bytes of x, and serve two steps. i = 0, 1
- * are columns 2q, 2q + 1 of the instruction, i = 2, 3 are 8 more. */
-HD constexpr int input_of(int q, int step, int i) { return step / 2 * 32 + q * 8 + step % 2 * 4 + i; }
+/* Of a group, lane q has 8 inputs from 8 q on of each 32: a piece, 16 bytes of x. */
 
 /* Where a value of a unit lies: byte of the unit, bit of the byte's word. */
 struct place {
     int word; /* of 32 bits, in the unit */
     int bit;
 };
-struct position {
-    int row, q, group, step, i;
-};
-HD constexpr position position_of(int row, int input)
-{
-    const int in_group = input % GROUP, in_32 = in_group % 32;
-    return {row, in_32 / 8, input / GROUP, in_group / 32 * 2 + in_32 % 8 / 4, in_32 % 4};
-}
-
-/* int4: a word is one step of a lane: bits 0 to 7 of both halves are row g, 8 to 15 row g + 8; in each of those the lower
- * nibbles are inputs 0 and 1, the upper ones, worth 16 times as much where they lie, inputs 2 and 3. */
+/* int4: of 64 inputs a lane has two pieces of 8 in each row; a word is half of both pieces of a row: lower nibbles are of the
+ * first piece, upper ones of the second, worth 16 times as much where they lie. Bytes 0 and 2 are neighbours, and so are 1
+ * and 3, so a mask makes pairs for numbers of 16 bits, or four numbers of 8 bits. 16 bytes: rows g and g + 8 of the first
+ * halves, then of the second ones. */
 struct int4_layout {
     static constexpr int BITS = 4, UNIT_GROUPS = 2, TAIL_SCALES = VALUES, TAIL_ZEROS = VALUES + 64;
     static constexpr int unit_bytes(bool has_zeros) { return VALUES + 64 + (has_zeros ? 32 : 0); }
     HD static constexpr place place_of(int row, int input)
     {
-        const position at = position_of(row, input);
-        const int t = at.group * STEPS + at.step, lane = row % 8 * 4 + at.q;
-        return {(t / 4 * 32 + lane) * 4 + t % 4, row / 8 * 8 + at.i / 2 * 4 + at.i % 2 * 16};
+        const int in_group = input % GROUP, piece = in_group / 32, q = in_group % 32 / 8, i = in_group % 8;
+        const int lane = row % 8 * 4 + q, brick = input / GROUP * 2 + piece / 2;
+        return {(brick * 32 + lane) * 4 + i / 4 * 2 + row / 8, (i % 2 * 2 + i / 2 % 2) * 8 + piece % 2 * 4};
     }
+    /* Which of a lane's 16 pairs of inputs of a group are multiplied in a step: its columns 2q, 2q + 1, and 8 more. */
+    HD static constexpr int pair_at(int step, bool is_second) { return step / 4 * 8 + (is_second ? 4 : 0) + step % 4; }
     /* Of 16 bits; of zeros 8. */
     HD static constexpr int scale_at(int row, int group) { return (row % 8 * 2 + group) * 2 + row / 8; }
 };
@@ -57,10 +50,11 @@ struct fp8_layout {
     static constexpr int unit_bytes(bool) { return VALUES + 32; } /* a scale in float32; whole sectors */
     HD static constexpr place place_of(int row, int input)
     {
-        const position at = position_of(row, input);
-        const int lane = row % 8 * 4 + at.q;
-        return {(at.step / 2 * 32 + lane) * 4 + at.step % 2 * 2 + row / 8, at.i * 8};
+        const int piece = input / 32, q = input % 32 / 8, i = input % 8, step = piece * 2 + i / 4,
+                  lane = row % 8 * 4 + q;
+        return {(step / 2 * 32 + lane) * 4 + step % 2 * 2 + row / 8, i % 4 * 8};
     }
+    HD static constexpr int pair_at(int step, bool is_second) { return step * 2 + (is_second ? 1 : 0); }
 };
 
 /* Columns of the other operand: of 8, GPC groups of inputs have 8 / GPC each, one for a row of x. All groups multiply all

@@ -22,7 +22,7 @@ struct numbers {
     __device__ int bits(int64_t unit, int row, int input) const
     {
         const uint32_t some = random_of((unit * BLOCK + row) * 256 + input, 1);
-        if (format != FP8) return some & 15; /* the same for both layouts of int4 */
+        if (format != FP8) return some & 15;
         const int value = some & 255;
         return (value & 127) == 127 ? value & 0xf0 : value & 64 && some & 256 ? value & 0xbf : value; /* no NaN */
     }

@@ -163,8 +163,6 @@ struct bench {
         const dim3 grid((unsigned)units);
         if (of.format == FP8)
             pack_kernel<w8><<<grid, 512>>>(pool, of);
-        else if (of.format == INT4_DIGITS)
-            pack_kernel<w4_digits><<<grid, 512>>>(pool, of);
         else if (of.format == INT4)
             pack_kernel<w4<true, false, false>><<<grid, 512>>>(pool, of);
         else

@@ -8,12 +8,11 @@ nvidia-smi --query-gpu=name,clocks.sm,clocks.max.sm --format=csv,noheader
 b() { timeout -s KILL "$1" "$folder/bench" "${@:2}"; r=$?; [ $r -ne 0 ] && echo "EXIT $r: ${*:2}"; }
 b 15 library 4
 b 20 int4 C 15
-b 15 digits E 10
+b 15 int4 E 10
 b 15 int4 B 10
 b 15 int4 A 10
 b 15 int4 FH 10
 b 10 trace int4
-b 10 trace digits
 b 15 library 8
 b 20 fp8 C 15
 b 15 fp8 BA 10

@@ -22,7 +22,7 @@
     } while (0)
 #endif
 
-enum format { INT4, INT4_ZEROS, INT4_DIGITS, FP8 };
+enum format { INT4, INT4_ZEROS, FP8 };
 
 struct variant {
     const char *name;
@@ -38,9 +38,7 @@ static variant variant_of(const char *name)
 {
     using F = typename S::F;
     return {name,
-            F::IS_DIGITS ? INT4_DIGITS
-            : F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4
-                         : FP8,
+            F::IS_INT4 ? F::HAS_ZEROS ? INT4_ZEROS : INT4 : FP8,
             S::ROWS,
             S::WARPS,
             S::CTAS,

@@ -10,6 +10,7 @@ std::vector<variant> int4_variants()
         variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6>>("C bulk, 8 warps x 2"),
         variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 4>>("C bulk, 8 warps x 2, ring of 4"),
         variant_of<shape<f16, 8, 2, 4, 4, 1, BULK, 6, 2>>("C bulk, 8 warps x 2, copies of 4 KB"),
+        variant_of<shape<f16, 8, 3, 4, 4, 1, BULK, 4, 2>>("C bulk, 8 warps x 3, copies of 4 KB"),
         variant_of<shape<f16, 16, 1, 2, 2, 1, BULK, 5>>("C bulk, 16 warps"),
         variant_of<shape<f16, 8, 2, 4, 4, 1, COPIES, 6>>("B copies, 8 warps x 2"),
         variant_of<shape<f16, 16, 1, 2, 2, 1, COPIES, 5>>("B copies, 16 warps"),

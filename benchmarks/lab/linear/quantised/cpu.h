@@ -32,6 +32,9 @@ using std::min;
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct uint2 {
+    uint32_t x, y;
+};
 struct float2 {
     float x, y;
 };

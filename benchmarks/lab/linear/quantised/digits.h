@@ -12,56 +12,71 @@ struct w4_digits : w4<true, false, false> {
     static constexpr bool IS_DIGITS = true;
 };
 
-/* Columns are (a group of GPC, a row, one of 4 digits, the last of which is 0). */
+/* Columns are (a group of GPC, a row, one of 4 digits, the last of which is 0). Of a group and row the lanes of 4 digits make
+ * all digits of a piece of 8 inputs each, and get those of their own digit through shared memory. */
 template <int LG, int GPC>
 struct digits_of_x {
-    static constexpr int SETS = LG / GPC, ROWS = 2 / GPC;
-    uint32_t x[SETS][8]; /* [piece][half]: a digit of 4 inputs; until they are ready, 16 words of bfloat16 */
-    uint4 raw[SETS][4];
+    static constexpr int SETS = LG / GPC, ROWS = 2 / GPC, SCRATCH = 2 * 3 * 4 * 32; /* of a warp, bytes */
+    uint32_t x[SETS][8];                                                            /* [piece][half]: 4 inputs */
+    uint4 raw[SETS];
     float factor[SETS]; /* of the lower one of the lane's two digits, for sums of 16 times the values */
     int sums[SETS][2];  /* -8 times those of the inputs' digits, of the lane's columns */
 
     __device__ __forceinline__ static const __nv_bfloat16 *place(const __nv_bfloat16 *from, int stride, int num_rows,
                                                                  int g, int q)
     {
-        return from + min(g / 4 % ROWS, num_rows - 1) * stride + g / 4 / ROWS * GROUP + q * 8;
+        return from + min(g / 4 % ROWS, num_rows - 1) * stride + g / 4 / ROWS * GROUP + g % 4 * 32 + q * 8;
     }
     __device__ __forceinline__ void load(const __nv_bfloat16 *at, int, int, int line, int)
     {
-        const __nv_bfloat16 *from = at + (uint32_t)(line * LG * GROUP);
-        for (int i = 0; i < SETS * 4; i++) raw[i / 4][i % 4] = load_16(from + i / 4 * GPC * GROUP + i % 4 * 32);
+        for (int s = 0; s < SETS; s++) raw[s] = load_16(at + (uint32_t)(line * LG * GROUP) + s * GPC * GROUP);
     }
     __device__ __forceinline__ void take(const digits_of_x &other)
     {
-        for (int i = 0; i < SETS * 4; i++) raw[i / 4][i % 4] = other.raw[i / 4][i % 4];
+        for (int s = 0; s < SETS; s++) raw[s] = other.raw[s];
     }
-    /* Four inputs' digits of this lane's column: the middle of `first` is 1.5 2^23, so the last bits are the integer. */
-    __device__ __forceinline__ static uint32_t digit(const uint32_t *two, float scale, int digit)
+    /* A digit of four inputs, in the order of int4's bytes. */
+    __device__ __forceinline__ static uint32_t digit(const uint32_t *fixed, int digit)
     {
-        uint32_t fixed[4];
-        for (int i = 0; i < 4; i++) {
-            const uint32_t bits = i % 2 ? two[i / 2] & 0xffff0000u : two[i / 2] << 16;
-            fixed[i] =
-                __float_as_uint(fmaf(__uint_as_float(bits), scale, 12582912.f)) + 0x00408080; /* digits and 128 */
-        }
-        const uint32_t of_two = (uint32_t)digit | (uint32_t)(digit + 4) << 4;
+        const int of_two = digit | (digit + 4) << 4;
         const uint32_t low = __byte_perm(fixed[0], fixed[1], of_two), high = __byte_perm(fixed[2], fixed[3], of_two);
-        return (__byte_perm(low, high, 0x5140) ^ 0x80808080) & (digit == 3 ? 0 : 0xffffffff);
+        return __byte_perm(low, high, 0x5140) ^ 0x80808080;
     }
-    __device__ __forceinline__ void make_ready(int q)
+    __device__ __forceinline__ void make_ready(int q, void *scratch)
     {
         const int g = threadIdx.x % 32 / 4;
+        float largest[SETS];
         for (int s = 0; s < SETS; s++) {
-            __nv_bfloat162 most = {};
-            for (int i = 0; i < 16; i++) most = __hmax2(most, __habs2(((const __nv_bfloat162 *)raw[s])[i]));
-            float largest = fmaxf(__low2float(most), __high2float(most));
-            for (int distance = 1; distance < 4; distance *= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-            const int exponent = min(max((int)(__float_as_uint(largest) >> 23), 30), 254);
+            const __nv_bfloat162 *two = (const __nv_bfloat162 *)&raw[s];
+            __nv_bfloat162 most = __habs2(two[0]);
+            for (int i = 1; i < 4; i++) most = __hmax2(most, __habs2(two[i]));
+            largest[s] = fmaxf(__low2float(most), __high2float(most));
+        }
+        for (int distance = 1; distance < 16; distance *= 2) /* sets side by side: their ways take long */
+            for (int s = 0; s < SETS; s++) largest[s] = fmaxf(largest[s], __shfl_xor_sync(~0u, largest[s], distance));
+        uint32_t fixed[SETS][8]; /* from 1.5 2^23 on the last bits are the integer; digits of it and 128 */
+        for (int s = 0; s < SETS; s++) {
+            const uint32_t *two = (const uint32_t *)&raw[s];
+            const int exponent = min(max((int)(__float_as_uint(largest[s]) >> 23), 30), 254);
             const float scale = __uint_as_float((uint32_t)(275 - exponent) << 23); /* below 2^22 */
-            for (int i = 0; i < 8; i++) x[s][i] = digit((const uint32_t *)&raw[s][i / 2] + i % 2 * 2, scale, g % 4);
-            const float its = __uint_as_float((uint32_t)(exponent - 25) << 23); /* a 16th of 1 / scale */
+            const float its = __uint_as_float((uint32_t)(exponent - 25) << 23);    /* a 16th of 1 / scale */
             factor[s] = __shfl_sync(~0u, its, q * 2 * 4) * (q % 2 ? 65536 : 1);
+            for (int i = 0; i < 8; i++) {
+                const float value = __uint_as_float(i % 2 ? two[i / 2] & 0xffff0000u : two[i / 2] << 16);
+                fixed[s][i] = __float_as_uint(fmaf(value, scale, 12582912.f)) + 0x00408080;
+            }
+        }
+        uint32_t *to = (uint32_t *)scratch + g / 4 * 96 + q * 8 + g % 4 * 2;
+        const uint32_t *from = (const uint32_t *)scratch + g / 4 * 96 + g % 4 % 3 * 32 + q * 8;
+        const uint32_t mask = g % 4 == 3 ? 0 : 0xffffffff;
+        for (int s = 0; s < SETS; s++) {
+            for (int i = 0; i < 3; i++) *(uint2 *)(to + i * 32) = {digit(fixed[s], i), digit(fixed[s] + 4, i)};
+            __syncwarp();
+            const uint4 all[2] = {*(const uint4 *)from, *(const uint4 *)(from + 4)};
+            __syncwarp(); /* before the next set's */
+            for (int i = 0; i < 8; i++) x[s][i] = ((const uint32_t *)all)[i] & mask;
+        }
+        for (int s = 0; s < SETS; s++) {
             int c[2][4] = {};
             const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
             for (int i = 0; i < 4; i++) mma_digits(c[i % 2], ones, x[s][i * 2], x[s][i * 2 + 1], c[i % 2]);

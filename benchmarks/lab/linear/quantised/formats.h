@@ -109,7 +109,7 @@ struct w8 : fp8_layout {
  * are no zeros. */
 template <class F, int LG, int GPC, int EIGHTS>
 struct line_of_x {
-    static constexpr int SETS = LG / GPC;
+    static constexpr int SETS = LG / GPC, SCRATCH = 0;
     uint32_t x[SETS][EIGHTS][16];
     float unscale[EIGHTS][2], sums[SETS][EIGHTS][2]; /* the last only where they are needed */
 
@@ -174,7 +174,7 @@ struct line_of_x {
             sums[s][e][i] *= F::HAS_ZEROS ? -1.f : -8.f - F::OFFSET;
         }
     }
-    __device__ __forceinline__ void make_ready(int q)
+    __device__ __forceinline__ void make_ready(int q, void *)
     {
         for (int e = 0; e < EIGHTS; e++) {
             if constexpr (F::IS_F16)

@@ -30,7 +30,7 @@ struct shape {
         std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
     static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20,
                          BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
-    static constexpr int SUMS_ROOM = ((228 / CTAS - 1) << 10) - WARPS * source::BYTES;
+    static constexpr int SUMS_ROOM = ((228 / CTAS - 1) << 10) - WARPS * (source::BYTES + x_line::SCRATCH);
     /* Blocks whose sums have room at once: the fewer rounds, the fewer barriers. */
     static constexpr int most_round()
     {
@@ -39,7 +39,10 @@ struct shape {
         return most < 12 && most < few ? most : few < 12 ? few : 12;
     }
     static_assert(SUMS_ROOM >= WARPS * BLOCK_FLOATS * 4, "a round of a block");
-    static constexpr int smem_bytes(int round_size) { return WARPS * (source::BYTES + round_size * BLOCK_FLOATS * 4); }
+    static constexpr int smem_bytes(int round_size)
+    {
+        return WARPS * (source::BYTES + x_line::SCRATCH + round_size * BLOCK_FLOATS * 4);
+    }
     static constexpr int OUTPUTS = (most_round() * BLOCK * ROWS + THREADS - 1) / THREADS; /* of a thread */
 };
 
@@ -132,7 +135,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     at.round_end = begin + p.round_size;
     at.find();
     typename S::source source(at, smem + warp * S::source::BYTES, lane);
-    float *sums = (float *)(smem + S::WARPS * S::source::BYTES);
+    char *scratch = smem + S::WARPS * S::source::BYTES + warp * S::x_line::SCRATCH;
+    float *sums = (float *)(smem + S::WARPS * (S::source::BYTES + S::x_line::SCRATCH));
     source.fill(p.lines_to_l2);
 
     const share<S> its(p);
@@ -150,12 +154,11 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     mark(WAIT_OVER, 0);
     if (warp < num_lines) x.load(x_at, p.x_stride, p.num_rows, warp, g);
     if (p.trigger == 1) let_next_start();
-    if (warp < num_lines) x.make_ready(q);
+    if (warp < num_lines) x.make_ready(q, scratch);
     if (p.trigger == 2) let_next_start();
     mark(X_THERE, *(const uint32_t *)&x);
     /* Where registers allow, the next line of x comes during this one. */
-    constexpr bool COMES_EARLY =
-        F::IS_DIGITS ? S::GPC == 2 && S::COPY_UNITS == 1 : S::LG / S::GPC * S::EIGHTS == 1 && S::CTAS < 3;
+    constexpr bool COMES_EARLY = F::IS_DIGITS || (S::LG / S::GPC * S::EIGHTS == 1 && S::CTAS < 3);
     typename S::x_line next_x;
     int ready = warp, phase = 0;
     for (int first = begin; first < end; first += p.round_size) {
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
                     x.take(next_x);
                 else
                     x.load(x_at, p.x_stride, p.num_rows, line, g);
-                x.make_ready(q);
+                x.make_ready(q, scratch);
                 ready = line;
             }
             if (COMES_EARLY && num_lines > S::WARPS)

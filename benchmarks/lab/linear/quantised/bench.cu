@@ -34,7 +34,7 @@ static void time_variant(bench &b, const variant &v, int num_rows)
     choice at[NUM_PRODUCTS];
     const auto attempt = [&](const choice(&c)[NUM_PRODUCTS], const char *what) {
         const double us = b.layer_us(c, num_rows, &error);
-        if (v.has_math && !(error < 0.03)) printf("WRONG: chain off by %.3f: ", error);
+        if (v.its_purpose == PLAIN && !(error < 0.03)) printf("WRONG: chain off by %.3f: ", error);
         if (what) printf(" %s %.1f", what, us), fflush(stdout);
         if (us >= best) return false;
         best = us;
@@ -42,7 +42,7 @@ static void time_variant(bench &b, const variant &v, int num_rows)
         return true;
     };
     const choice plain = {&v, 0, 1, 0};
-    const double off = v.has_math ? b.error_of(plain, num_rows) : 0;
+    const double off = v.its_purpose == PLAIN ? b.error_of(plain, num_rows) : 0;
     printf("%-40s %2d rows: ", v.name, num_rows);
     if (!(off < 2e-5)) {
         printf("WRONG: off by %.2e\n", off);
@@ -107,7 +107,7 @@ static void run(int format, const char *letters, double limit)
     b.expect();
     if (format == FP8) {
         for (const variant &v : some)
-            if (v.has_math)
+            if (v.its_purpose == PLAIN)
                 printf("%-40s %2d rows, scales of rows: error %.0e\n", v.name, v.rows,
                        b.error_of({&v, 0, 1, 0}, v.rows));
         b.of.has_row_scales = false;

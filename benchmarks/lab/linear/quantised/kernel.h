@@ -25,9 +25,11 @@ struct shape {
     /* Slots of registers have names: lines take turns. */
     static constexpr int PHASES = KIND == DIRECT ? DEPTH / LINE_UNITS : 1;
     static_assert(KIND != DIRECT || DEPTH % LINE_UNITS == 0, "lines of slots");
-    using source = std::conditional_t<
-        KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
-        std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>, direct_source<F, LG, GPC, DEPTH>>>;
+    using source =
+        std::conditional_t<KIND == BULK, bulk_source<F, LG, GPC, DEPTH, COPY_UNITS>,
+                           std::conditional_t<KIND == COPIES, copies_source<F, LG, GPC, DEPTH>,
+                                              std::conditional_t<KIND == ROWS_OF_FP8, rows_source<F, LG, GPC, DEPTH>,
+                                                                 direct_source<F, LG, GPC, DEPTH>>>>;
     static constexpr int ROW_FLOATS = ROWS <= 2 ? 16 : 20,
                          BLOCK_FLOATS = ROWS * ROW_FLOATS; /* of sums; spreads banks */
     static constexpr int SUMS_ROOM = ((228 / CTAS - 1) << 10) - WARPS * (source::BYTES + x_line::SCRATCH);
@@ -129,7 +131,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS) few_kernel(const __grid_c
     const int num_lines = p.size / (S::LG * GROUP), begin = blockIdx.x * p.blocks_per_cta,
               end = min(begin + p.blocks_per_cta, p.num_blocks);
     walk at = {};
-    at.base = p.weight, at.line_bytes = S::LINE_UNITS * F::UNIT, at.num_lines = num_lines, at.warp = at.line = warp;
+    at.base = p.weight, at.line_bytes = S::LINE_UNITS * (S::KIND == ROWS_OF_FP8 ? GROUP : F::UNIT),
+    at.rows = S::KIND == ROWS_OF_FP8 ? BLOCK : 1, at.num_lines = num_lines, at.warp = at.line = warp;
     at.step = S::WARPS, at.round_size = p.round_size,
     at.end = warp < num_lines && S::PURPOSE != NO_WEIGHT ? end : begin, at.block = begin;
     at.round_end = begin + p.round_size;

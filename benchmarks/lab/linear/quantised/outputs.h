@@ -20,7 +20,7 @@ struct params {
 };
 
 /* What a kernel is for beside its result: where a CTA's time goes, the way of copies alone, the way without a weight. */
-enum purpose { PLAIN, TRACED, COPIES_ONLY, NO_WEIGHT };
+enum purpose { PLAIN, TRACED, UNCHECKED, COPIES_ONLY, NO_WEIGHT };
 enum mark { AT_START, ALL_ASKED, WAIT_OVER, X_THERE, FIRST_LINE, LAST_PRODUCT, AT_END, NUM_MARKS };
 
 /* A block's line, of which a lane's rows lie in its quarter columns: their sum over lanes of the same rows goes to `to`. */

@@ -15,7 +15,7 @@ b 15 int4 FH 10
 b 10 trace int4
 b 15 library 8
 b 20 fp8 C 15
-b 15 fp8 BA 10
+b 15 fp8 BAR 12
 b 10 trace fp8
 b 15 zeros C 10
 b 15 library 16

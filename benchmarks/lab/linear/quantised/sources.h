@@ -7,15 +7,16 @@
 
 #include "formats.h"
 
-enum source_kind { BULK, COPIES, DIRECT };
+enum source_kind { BULK, COPIES, DIRECT, ROWS_OF_FP8 };
 
 /* A warp's walk over its units: of each round of blocks, its lines of inputs; of each line, the blocks. */
 struct walk {
     const char *base;
-    int line_bytes, num_lines, warp, step /* lines */, round_size, end; /* the same during the kernel */
+    int line_bytes, rows /* of a block's lines: 1, or 16 that lie apart */, num_lines, warp, step /* lines */,
+        round_size, end; /* the same during the kernel */
     int at /* bytes */, unit, line, block, round_end /* a last round may end before it */;
 
-    __device__ __forceinline__ void find() { at = (block * num_lines + line) * line_bytes; }
+    __device__ __forceinline__ void find() { at = (block * num_lines * rows + line) * line_bytes; }
     __device__ __forceinline__ bool is_valid() const { return block < end; }
     __device__ __forceinline__ const char *from() const { return base + at; }
     template <int UNIT, int LINE_UNITS>
@@ -25,7 +26,7 @@ struct walk {
         if (++unit < LINE_UNITS) return;
         unit = 0;
         if (++block < round_end && block < end) {
-            at += (num_lines - 1) * line_bytes;
+            at += (num_lines * rows - 1) * line_bytes;
             return;
         }
         line += step, block = round_end - round_size;
@@ -138,6 +139,58 @@ struct copies_source {
     __device__ __forceinline__ void done(uint4 (&)[4], tail<WORDS> &)
     {
         ask(slot); /* what it overwrites has been multiplied */
+        if (++slot == DEPTH) slot = 0;
+    }
+};
+
+/* What float8 would cost without being packed: rows of the weight as they are, a line of 128 bytes of the L2 for 8 lanes, so
+ * that others' copies are read behind a barrier of the warp; odd rows lie turned by half a line, for the banks. Timed only: the
+ * scale comes from anywhere, and x is as for units. */
+template <class F, int LG, int GPC, int DEPTH_>
+struct rows_source {
+    static constexpr int DEPTH = DEPTH_, WORDS = 1, LINE_UNITS = LG, SLOT = VALUES + 128, BYTES = DEPTH * SLOT;
+    static_assert(F::UNIT_GROUPS == 1, "float8");
+    walk at;
+    const char *ring;
+    uint32_t ring_address;
+    int lane, row_bytes, slot = 0;
+
+    __device__ __forceinline__ rows_source(const walk &at, char *smem, int lane) : at(at), ring(smem), lane(lane)
+    {
+        const int row = lane / 8, chunk = lane % 8;
+        ring_address = shared_address(smem) + row * 128 + (chunk ^ row % 2 * 4) * 16;
+        row_bytes = at.num_lines * at.line_bytes;
+    }
+    __device__ __forceinline__ void ask(int slot)
+    {
+        if (at.is_valid()) {
+            const uint32_t to = ring_address + slot * SLOT;
+            const char *from = at.from() + lane / 8 * row_bytes + lane % 8 * 16;
+            for (int i = 0; i < 4; i++) copy_async<16>(to + i * 512, from + i * 4 * row_bytes);
+            copy_async<4>(shared_address(ring) + slot * SLOT + VALUES + lane * 4, at.from());
+            at.template next<128, LINE_UNITS>();
+        }
+        copy_async_commit();
+    }
+    __device__ __forceinline__ void fill(int)
+    {
+        for (int i = 0; i < DEPTH; i++) ask(i);
+    }
+    template <int>
+    __device__ __forceinline__ void take(uint4 (&w)[4], tail<WORDS> &its)
+    {
+        copy_async_wait<DEPTH - 1>();
+        __syncwarp();
+        const int g = lane / 4, q = lane % 4;
+        const uint4 *from = (const uint4 *)(ring + slot * SLOT) + g * 8;
+        for (int i = 0; i < 4; i++) w[i] = from[i % 2 * 64 + (q + i / 2 * 4 ^ g % 2 * 4)];
+        its.scales[0] = ((const uint32_t *)(ring + slot * SLOT + VALUES))[lane];
+    }
+    template <int>
+    __device__ __forceinline__ void done(uint4 (&)[4], tail<WORDS> &)
+    {
+        __syncwarp(); /* all lanes have read */
+        ask(slot);
         if (++slot == DEPTH) slot = 0;
     }
 };

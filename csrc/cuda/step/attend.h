@@ -1,0 +1,360 @@
+/* attend.h - attention of a step's tokens: a team has a KV head, and each of its CTAs some keys of every row, for all of
+ * the head's query heads. The warps of a CTA share the rows, and those of a row its keys.
+ *
+ * A key is shared by LANES lanes, which have DIMS of its 128 dimensions each. K and V go from the cache to registers, two
+ * keys ahead; those of the next layer are asked for in the L2. Each group of lanes has a softmax of its own; they are merged
+ * in the warp, in the CTA, and at last in the team: each rank has STEP_DIMS dimensions of every head there (send.h).
+ */
+#ifndef PK_CUDA_STEP_ATTEND_H
+#define PK_CUDA_STEP_ATTEND_H
+
+#include "cuda/step/product.h"
+#include "cuda/store.h"
+
+#ifdef PK_SM90A
+
+/* What turns one head of q or k, by a warp: a lane has four dimensions. All of it is read before the head is there. */
+struct step_turner {
+    uint2 norm;
+
+    __device__ __forceinline__ uint2 turn(const step_cta &cta, const float *angles, uint2 bits, bool is_normed) const
+    {
+        using T = __nv_bfloat16;
+        angles += cta.lane % 16 * 4; /* cosines, then sines */
+        const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
+        const float2 a = step_pair(bits.x), b = step_pair(bits.y), low = step_pair(norm.x), high = step_pair(norm.y);
+        const float weights[4] = {low.x, low.y, high.x, high.y}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w},
+                    s[4] = {sine.x, sine.y, sine.z, sine.w};
+        float x[4] = {a.x, a.y, b.x, b.y}, y[4];
+        if (is_normed) {
+            float square = 0;
+            for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
+            const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
+            for (int i = 0; i < 4; i++) x[i] = pk_round<T>(pk_round<T>(x[i] * scale) * weights[i]);
+        }
+        for (int i = 0; i < 4; i++) {
+            const float other = __shfl_xor_sync(~0u, x[i], 16);
+            y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
+        }
+        return {pk_pack_pair<T>(y[0], y[1]), pk_pack_pair<T>(y[2], y[3])};
+    }
+};
+
+template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
+struct step_attention {
+    static constexpr int LANES = GROUP <= 2 ? 16 : 32, DIMS = STEP_HEAD_DIM / LANES, PAIRS = DIMS / 2;
+    static constexpr int WARPS = STEP_CONSUMERS / ROWS, KEYS = 32 / LANES, PASS = WARPS * KEYS; /* of a row, at once */
+    static constexpr int WORDS = PAIRS * (int)sizeof(CACHE) / 2, AHEAD = 2; /* of a key in the cache; keys of a lane */
+    static constexpr bool IS_FP8 = sizeof(CACHE) == 1;
+    static constexpr float LOWEST = -1e30f;
+    static_assert(GROUP <= 8);
+
+    const step_cta &cta;
+    step_letters<IS_CLUSTER> &letters;
+    const int lane = cta.lane % LANES, row = cta.warp / WARPS;
+    const int first = cta.warp % WARPS * KEYS + cta.lane / LANES; /* key */
+    /* of a layer */
+    step_turner turner;
+    uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
+    float most[GROUP], sum[GROUP], out[GROUP][DIMS];
+
+    __device__ __forceinline__ step_attention(const step_cta &cta, step_letters<IS_CLUSTER> &letters)
+        : cta(cta), letters(letters)
+    {
+    }
+    __device__ __forceinline__ __nv_bfloat16 *heads(int row) const
+    {
+        return (__nv_bfloat16 *)(cta.smem + cta.at.heads) + row * (GROUP + 2) * STEP_HEAD_DIM;
+    }
+    __device__ __forceinline__ float *state(int warp, int head) const
+    {
+        return (float *)(cta.smem + cta.at.sums) + (warp * GROUP + head) * STEP_STATE;
+    }
+    /* Where a key is in a cache. */
+    __device__ __forceinline__ int64_t find(const pk_cache_strides &strides, int key) const
+    {
+        const pk_step_args &args = cta.args;
+        const uint32_t block = (uint32_t)key / args.block_size, place = key - block * args.block_size;
+        const int found = args.block_tables[row * args.table_stride + block];
+        const int64_t page = found >= 0 && found < args.num_blocks ? found : 0;
+        return page * strides.block + place * strides.slot + cta.team * strides.head;
+    }
+    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const step_item &item, const CACHE *cache,
+                                              const pk_cache_strides &strides, int first)
+    {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (first + j * PASS < item.past_count)
+                load(to[j], cache + find(strides, item.begin + first + j * PASS));
+    }
+    /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
+    __device__ __forceinline__ void prepare()
+    {
+        enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
+        const pk_step_layer &its = cta.its();
+        const __nv_bfloat16 *norm = cta.warp % (GROUP + 2) < GROUP ? its.q_norm : its.k_norm;
+        turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
+        if (cta.layer + 1 == cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD) return;
+        const pk_step_layer &next = *(&its + 1);
+        const int begin = cta.item(row).begin, count = min(cta.item(row).past_count, (int)MOST);
+#pragma unroll 1
+        for (int i = first; i < count; i += PASS) {
+            const CACHE *from = lane < LINES ? (const CACHE *)next.k_cache + find(cta.args.k_strides, begin + i)
+                                             : (const CACHE *)next.v_cache + find(cta.args.v_strides, begin + i);
+            pk_prefetch_to_l2(from + lane % LINES * (STEP_HEAD_DIM / LINES));
+        }
+    }
+    template <typename From, int COUNT>
+    __device__ __forceinline__ void load(uint32_t (&to)[COUNT], const From *from) const
+    {
+        const auto bits = *(const pk_vec<uint32_t, COUNT> *)(from + lane * DIMS);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) to[j] = bits.at[j];
+    }
+    /* As pairs of bf16, in which every e4m3 is exact. */
+    __device__ __forceinline__ static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
+    {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            if constexpr (IS_FP8) {
+                const uint2 halves = fp8_to_f16(from[i]);
+                const float2 low = __half22float2(*(const __half2 *)&halves.x),
+                             high = __half22float2(*(const __half2 *)&halves.y);
+                to[2 * i] = pk_pack_pair<__nv_bfloat16>(low.x, low.y),
+                       to[2 * i + 1] = pk_pack_pair<__nv_bfloat16>(high.x, high.y);
+            } else {
+                to[i] = from[i];
+            }
+        }
+    }
+    /* Scores of AHEAD keys at once. */
+    __device__ __forceinline__ void score_keys(float (&score)[AHEAD][GROUP], const uint32_t (&q)[GROUP][PAIRS],
+                                               const uint32_t (&k)[AHEAD][PAIRS]) const
+    {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+#pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                float dot = 0;
+#pragma unroll
+                for (int i = 0; i < PAIRS; i++) {
+                    const float2 a = step_pair(q[h][i]), b = step_pair(k[j][i]);
+                    dot = fmaf(a.y, b.y, fmaf(a.x, b.x, dot));
+                }
+                score[j][h] = dot;
+            }
+#pragma unroll
+        for (int d = LANES / 2; d > 0; d /= 2)
+#pragma unroll
+            for (int j = 0; j < AHEAD * GROUP; j++)
+                score[j / GROUP][j % GROUP] += __shfl_xor_sync(~0u, score[j / GROUP][j % GROUP], d);
+    }
+    /* `left` of the keys are there. */
+    __device__ __forceinline__ void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS], int left,
+                                             float scale)
+    {
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            float own[AHEAD], now = most[h];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                own[j] = j < left ? score[j][h] * scale : LOWEST;
+                now = fmaxf(now, own[j]);
+            }
+            const float fade = step_exp2(most[h] - now);
+            most[h] = now, sum[h] *= fade;
+#pragma unroll
+            for (int i = 0; i < DIMS; i++) out[h][i] *= fade;
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const float weight = j < left ? step_exp2(own[j] - now) : 0;
+                sum[h] += weight;
+#pragma unroll
+                for (int i = 0; i < PAIRS; i++) {
+                    const float2 b = step_pair(v[j][i]);
+                    out[h][i * 2] = fmaf(weight, b.x, out[h][i * 2]);
+                    out[h][i * 2 + 1] = fmaf(weight, b.y, out[h][i * 2 + 1]);
+                }
+            }
+        }
+    }
+    /* The keys of a warp become one: each lane ends with DIMS / KEYS of the dimensions, from number `kept` on. */
+    __device__ __forceinline__ int merge_keys()
+    {
+        if constexpr (KEYS == 1) return 0;
+        const bool is_high = cta.lane & LANES;
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            const float top = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], LANES)), fade = step_exp2(most[h] - top);
+            most[h] = top, sum[h] *= fade;
+            sum[h] += __shfl_xor_sync(~0u, sum[h], LANES);
+#pragma unroll
+            for (int i = 0; i < DIMS / 2; i++) {
+                const float low = out[h][i] * fade, high = out[h][DIMS / 2 + i] * fade;
+                out[h][i] = (is_high ? high : low) + __shfl_xor_sync(~0u, is_high ? low : high, LANES);
+            }
+        }
+        return is_high ? DIMS / 2 : 0;
+    }
+    /* Heads of q to shared memory, and of the rows' own keys and values, which also go to the cache. */
+    __device__ __forceinline__ void make_heads()
+    {
+#pragma unroll 1
+        for (int i = cta.warp; i < ROWS * (GROUP + 2); i += STEP_CONSUMERS) {
+            const int row = i / (GROUP + 2), head = i % (GROUP + 2);
+            if (head >= GROUP && !cta.item(row).has_new) continue;
+            if (i >= STEP_CONSUMERS) {
+                const pk_step_layer &its = cta.its();
+                const __nv_bfloat16 *norm = head < GROUP ? its.q_norm : its.k_norm;
+                turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
+            }
+            make_head(row, head);
+        }
+    }
+    __device__ __forceinline__ void make_head(int row, int head)
+    {
+        const pk_step_layer &its = cta.its();
+        const uint32_t *from = (const uint32_t *)(cta.smem + cta.at.mails[MAIL_QKV].smem) +
+                               (row * (GROUP + 2) + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
+        uint2 bits = *(const uint2 *)from;
+        const float *angles = (const float *)(cta.smem + cta.at.angles) + row * STEP_HEAD_DIM;
+        if (head <= GROUP) bits = turner.turn(cta, angles, bits, its.q_norm != nullptr);
+        if (head >= GROUP) {
+            const bool is_key = head == GROUP;
+            const pk_cache_strides &strides = is_key ? cta.args.k_strides : cta.args.v_strides;
+            store((CACHE *)(is_key ? its.k_cache : its.v_cache), strides, is_key ? cta.args.k_scale : cta.args.v_scale, row,
+                  bits);
+        }
+        *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
+    }
+    /* To the token's slot; of fp8 `bits` are then what was stored. */
+    __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale, int row,
+                                          uint2 &bits) const
+    {
+        const int slot = cta.args.slots[row], block_size = cta.args.block_size;
+        const bool has_slot = slot >= 0 && slot / block_size < cta.args.num_blocks;
+        if (has_slot)
+            cache += slot / block_size * strides.block + slot % block_size * strides.slot + cta.team * strides.head +
+                     cta.lane * 4;
+        if constexpr (IS_FP8) {
+            const pk_cache_divisor divisor(scale, true, cta.team);
+            const float2 low = step_pair(bits.x), high = step_pair(bits.y);
+            auto stored = [&](float2 x) {
+                return (uint32_t)__nv_cvt_float2_to_fp8x2({divisor.divide(x.x), divisor.divide(x.y)}, __NV_SATFINITE,
+                                                          __NV_E4M3);
+            };
+            const uint32_t four[1] = {stored(low) | stored(high) << 16};
+            if (has_slot) *(uint32_t *)cache = four[0];
+            const uint2 halves = fp8_to_f16(four[0]);
+            const float2 a = __half22float2(*(const __half2 *)&halves.x),
+                         b = __half22float2(*(const __half2 *)&halves.y);
+            bits = {pk_pack_pair<__nv_bfloat16>(a.x, a.y), pk_pack_pair<__nv_bfloat16>(b.x, b.y)};
+        } else {
+            if (has_slot) *(uint2 *)cache = bits;
+        }
+    }
+    __device__ __forceinline__ void attend(const step_item &item)
+    {
+        uint32_t q[GROUP][PAIRS];
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            load(q[h], heads(row) + h * STEP_HEAD_DIM);
+            most[h] = LOWEST, sum[h] = 0;
+#pragma unroll
+            for (int i = 0; i < DIMS; i++) out[h][i] = 0;
+        }
+        const float scale =
+            cta.args.softmax_scale * 1.44269504f * (IS_FP8 ? pk_scale_of(cta.args.k_scale, 0, cta.team) : 1);
+        const int own = cta.lane / LANES;
+        const CACHE *its_k = (const CACHE *)cta.its().k_cache, *its_v = (const CACHE *)cta.its().v_cache;
+#pragma unroll 1
+        for (int i = first; i - own < item.count; i += AHEAD * PASS) { /* by whole warps */
+            uint32_t now[AHEAD][PAIRS];
+            float score[AHEAD][GROUP];
+            const int next = i + AHEAD * PASS, new_at = item.has_new ? item.count - 1 : -1;
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                expand(now[j], k[j]);
+                if (i + j * PASS == new_at) load(now[j], heads(row) + GROUP * STEP_HEAD_DIM);
+            }
+            score_keys(score, q, now);
+            load_keys(k, item, its_k, cta.args.k_strides, next);
+            int left = 0;
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                left += i + j * PASS < item.count;
+                expand(now[j], v[j]);
+                if (i + j * PASS == new_at) load(now[j], heads(row) + (GROUP + 1) * STEP_HEAD_DIM);
+            }
+            add_keys(score, now, left, scale);
+            load_keys(v, item, its_v, cta.args.v_strides, next);
+        }
+        const int kept = merge_keys();
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            float *to = state(cta.warp, h);
+            if (cta.lane == 0) to[STEP_HEAD_DIM] = most[h], to[STEP_HEAD_DIM + 1] = sum[h];
+#pragma unroll
+            for (int i = 0; i < DIMS / KEYS; i++) to[lane * DIMS + kept + i] = out[h][i];
+        }
+    }
+    __device__ __forceinline__ void run()
+    {
+        const step_item item = cta.item(row);
+#pragma unroll
+        for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
+        load_keys(k, item, (const CACHE *)cta.its().k_cache, cta.args.k_strides, first);
+        load_keys(v, item, (const CACHE *)cta.its().v_cache, cta.args.v_strides, first);
+        STEP_MARK(cta, 20);
+        letters.wait(MAIL_QKV, cta.warp == 0);
+        STEP_MARK(cta, 21);
+        make_heads();
+        __syncwarp();
+        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        STEP_MARK(cta, 22);
+        if ((first - cta.lane / LANES) < item.count) attend(item);
+        STEP_MARK(cta, 23);
+        __syncwarp();
+        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        send_parts();
+        STEP_MARK(cta, 24);
+    }
+    /* The warps of a row that have keys become one, and each rank gets its dimensions of it. */
+    __device__ __forceinline__ void send_parts()
+    {
+        const step_post<IS_CLUSTER> post(cta);
+        const uint32_t epoch = cta.epoch();
+        constexpr int LINES = GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads, then maximum and sum of each head */
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ROWS * GROUP * STEP_HEAD_DIM; i += STEP_CONSUMING) { /* a warp has one head */
+            const int row = i / (GROUP * STEP_HEAD_DIM), h = i / STEP_HEAD_DIM % GROUP, dim = i % STEP_HEAD_DIM;
+            const int num_warps = min(WARPS, (cta.item(row).count + KEYS - 1) / KEYS);
+            const bool has_warp = cta.lane < num_warps;
+            const float *own = state(row * WARPS + (has_warp ? cta.lane : 0), h) + STEP_HEAD_DIM;
+            const float most = has_warp ? own[0] : LOWEST;
+            float top = most, total = has_warp ? own[1] : 0, value = 0;
+#pragma unroll
+            for (int d = WARPS / 2; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float fade = step_exp2(most - top);
+            total *= fade;
+#pragma unroll
+            for (int d = WARPS / 2; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float weight = __shfl_sync(~0u, fade, w);
+                if (w < num_warps) value = fmaf(state(row * WARPS + w, h)[dim], weight, value);
+            }
+            top = __shfl_sync(~0u, top, 0), total = __shfl_sync(~0u, total, 0);
+            if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
+            const int line = row * LINES, ends = line + GROUP * STEP_DIMS + 2 * h;
+            post.to_rank(MAIL_PARTS, dim / STEP_DIMS, line + h * STEP_DIMS + dim % STEP_DIMS, cta.rank,
+                         __float_as_uint(value), epoch);
+            if (dim >= STEP_RANKS) continue;
+            post.to_rank(MAIL_PARTS, dim, ends, cta.rank, __float_as_uint(top), epoch);
+            post.to_rank(MAIL_PARTS, dim, ends + 1, cta.rank, __float_as_uint(total), epoch);
+        }
+    }
+};
+
+#endif  // PK_SM90A
+#endif

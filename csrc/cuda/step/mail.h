@@ -1,0 +1,130 @@
+/* mail.h - what the CTAs of a team have for each other. It lies in the receiver's shared memory when a barrier there says
+ * so: of a cluster the senders' stores are counted by it, else warps of the receiver fetch the words from global memory.
+ */
+#ifndef PK_CUDA_STEP_MAIL_H
+#define PK_CUDA_STEP_MAIL_H
+
+#include "cuda/step/cta.h"
+
+#ifdef PK_SM90A
+
+template <bool IS_CLUSTER>
+struct step_post {
+    const step_cta &cta;
+
+    __device__ step_post(const step_cta &cta) : cta(cta) {}
+
+    __device__ uint64_t *area(int kind) const
+    {
+        return cta.params.words.mails + (int64_t)cta.team * cta.at.mail_words + cta.at.mails[kind].area;
+    }
+    __device__ static uint32_t place(const step_mail &mail, int line, int i)
+    {
+        return (uint32_t)mail.smem + (line * mail.stride + i) * 4;
+    }
+    /* A word to one of the team. */
+    __device__ __forceinline__ void to_rank(int kind, int rank, int line, int i, uint32_t word, uint32_t epoch) const
+    {
+        const step_mail &mail = cta.at.mails[kind];
+        if constexpr (IS_CLUSTER)
+            step_send(rank, smem_address(cta.smem) + place(mail, line, i), cta.mail_barrier(kind), word);
+        else
+            step_store_word(area(kind) + rank * mail.count() + line * mail.words + i, word, epoch);
+    }
+    /* A word to all of the team, this CTA included. */
+    __device__ __forceinline__ void to_all(int kind, int line, int i, uint32_t word, uint32_t epoch) const
+    {
+        const step_mail &mail = cta.at.mails[kind];
+        if constexpr (IS_CLUSTER) {
+            const uint32_t to = smem_address(cta.smem) + place(mail, line, i), barrier = cta.mail_barrier(kind);
+#pragma unroll
+            for (int rank = 0; rank < STEP_RANKS; rank++) step_send(rank, to, barrier, word);
+        } else {
+            step_store_word(area(kind) + line * mail.words + i, word, epoch);
+        }
+    }
+    /* The same by a whole warp that has but one word, which all lanes know. */
+    __device__ __forceinline__ void spread(int kind, int line, int i, uint32_t word, uint32_t epoch) const
+    {
+        if constexpr (IS_CLUSTER) {
+            if (cta.lane < STEP_RANKS) to_rank(kind, cta.lane, line, i, word, epoch);
+        } else {
+            if (cta.lane == 0) to_all(kind, line, i, word, epoch);
+        }
+    }
+};
+
+/* A warp's side of the mail that it waits for. */
+template <bool IS_CLUSTER>
+struct step_letters {
+    const step_cta &cta;
+    step_waiter waiter;
+    uint32_t parities = 0;
+
+    __device__ step_letters(const step_cta &cta) : cta(cta), waiter(cta.params) {}
+    __device__ static int bytes(const step_cta &cta, int kind) { return cta.at.mails[kind].count() * 4; }
+    /* One warp `is_first` of those that wait for this kind. What comes next is sent after this CTA has answered. */
+    __device__ __forceinline__ void wait(int kind, bool is_first)
+    {
+        const uint32_t barrier = cta.mail_barrier(kind);
+        waiter.wait(barrier, parities >> kind & 1, kind);
+        parities ^= 1u << kind;
+        if (IS_CLUSTER && is_first && cta.lane == 0) sm90::barrier_arrive_expect(barrier, bytes(cta, kind));
+    }
+};
+
+/* Where the team is no cluster: a warp that fetches a share of all mail. */
+struct step_fetcher {
+    step_cta &cta;
+    step_waiter waiter;
+    const int index = threadIdx.x / 32 - STEP_FETCHER;
+
+    __device__ step_fetcher(step_cta &cta) : cta(cta), waiter(cta.params) {}
+
+    __device__ __forceinline__ void fetch(int kind, uint32_t epoch)
+    {
+        constexpr int COUNT = 4;
+        const step_mail mail = cta.at.mails[kind];
+        const int count = mail.count();
+        const uint64_t *from =
+            step_post<false>(cta).area(kind) + (kind == MAIL_PARTS ? cta.rank * count : 0);
+#pragma unroll 1
+        for (int first = index * COUNT * 64; first < count; first += STEP_FETCHERS * COUNT * 64) {
+            uint32_t is_wanted = 0;
+            uint2 data[COUNT];
+            const int own = first + cta.lane * 2;
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) is_wanted |= own + i * 64 < count ? 1u << i : 0;
+            waiter.fetch(data, is_wanted, epoch, 32 + kind, [&](int i) { return from + own + i * 64; });
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                if (!(is_wanted >> i & 1)) continue;
+                const int at = own + i * 64, line = at / mail.words; /* words of a line are even */
+                *(uint2 *)(cta.smem + step_post<false>::place(mail, line, at - line * mail.words)) = data[i];
+            }
+        }
+        __syncwarp();
+        if (cta.lane == 0) sm90::barrier_arrive(cta.mail_barrier(kind));
+    }
+    __device__ void run()
+    {
+#pragma unroll 1
+        for (cta.layer = 0; cta.layer < cta.args.num_layers; cta.layer++) {
+            const uint32_t epoch = cta.epoch();
+            fetch(MAIL_X, epoch);
+            fetch(MAIL_SQUARES, epoch);
+            STEP_MARK(cta, 28 + index);
+            fetch(MAIL_QKV, epoch);
+            fetch(MAIL_PARTS, epoch);
+            fetch(MAIL_ATTENTION, epoch);
+            fetch(MAIL_X, epoch + 1);
+            fetch(MAIL_SQUARES, epoch + 1);
+            fetch(MAIL_GATED, epoch);
+        }
+        fetch(MAIL_X, cta.epoch());
+        fetch(MAIL_SQUARES, cta.epoch());
+    }
+};
+
+#endif  // PK_SM90A
+#endif

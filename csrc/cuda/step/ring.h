@@ -1,0 +1,187 @@
+/* ring.h - the weights on their way: the thread that copies, and how the others read a stage. */
+#ifndef PK_CUDA_STEP_RING_H
+#define PK_CUDA_STEP_RING_H
+
+#include "cuda/step/cta.h"
+
+#ifdef PK_SM90A
+
+/* A CTA's chunks in the order in which they are used: by panel, chunk of inputs, block. */
+struct step_walker {
+    const step_cta &cta;
+    int layer = 0, phase = STEP_QKV, panel = 0, column = 0, block = 0;
+    step_phase part;
+    uint32_t row, first; /* of the map: of the phase's weight; its first column of 64 inputs */
+    bool is_done = false;
+
+    __device__ step_walker(const step_cta &cta) : cta(cta) { enter(); }
+    __device__ __forceinline__ void enter()
+    {
+        const pk_step_args &args = cta.args;
+        part = cta.part(phase);
+        const pk_step_layer &its = ((const pk_step_layer *)(cta.smem + cta.at.table))[layer];
+        row = args.head_row, first = args.head_column;
+        if (phase != STEP_HEAD) row = its.row[phase], first = its.column[phase];
+        if (phase == STEP_O) first += cta.team * cta.group() * (STEP_HEAD_DIM / STEP_COLUMNS);
+        if (phase == STEP_DOWN) first += cta.team * (args.ffn / args.kv_heads / STEP_COLUMNS);
+        if (phase == STEP_O || phase == STEP_DOWN) row += cta.rank * (args.hidden / STEP_RANKS);
+        if (phase == STEP_GATE_UP) row += cta.cta() * part.blocks * 8;
+        if (phase == STEP_HEAD) row += step_phase::first_of_head(args, cta.cta()) * 16;
+    }
+    __device__ __forceinline__ void next()
+    {
+        if (++block < part.blocks_of(panel)) return;
+        block = 0;
+        if (++column < part.columns) return;
+        column = 0;
+        if (++panel < part.panels()) return;
+        panel = 0;
+        if (phase == STEP_HEAD) {
+            is_done = true;
+            return;
+        }
+        if (++phase == STEP_HEAD && layer + 1 < cta.args.num_layers) phase = STEP_QKV, layer++;
+        enter();
+    }
+    __device__ bool is_narrow() const { return phase == STEP_O || phase == STEP_DOWN; }
+    __device__ const CUtensorMap *map() const
+    {
+        return &cta.params.maps[phase == STEP_O ? 1 : phase == STEP_DOWN ? 2 : 0];
+    }
+    __device__ uint32_t chunk_column() const
+    {
+        return first + column * ((is_narrow() ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS);
+    }
+    /* The weight row of eight rows of a wide block (half 0 or 1), or false: there are none. */
+    __device__ __forceinline__ bool row_of(int half, uint32_t &at) const
+    {
+        const pk_step_args &args = cta.args;
+        const int i = panel * part.per_panel + block;
+        if (phase == STEP_GATE_UP) {
+            at = row + i * 8 + half * args.ffn;
+        } else if (phase == STEP_HEAD) {
+            at = row + i * 16 + half * 8;
+            return at - args.head_row < (uint32_t)args.vocab;
+        } else {
+            const int octet = i * 2 + half, head = octet / STEP_OCTETS, group = cta.group();
+            const int at_head = head < group ? cta.team * group + head
+                                             : args.q_heads + (head - group) * args.kv_heads + cta.team;
+            at = row + at_head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
+            return head < group + 2;
+        }
+        return true;
+    }
+};
+
+/* By one thread. At most in_flight copies are under way: other CTAs' words would wait behind them. */
+template <bool IS_CLUSTER>
+struct step_copier {
+    const step_cta &cta;
+    const uint32_t ring, full, empty;
+    const int num_stages;
+    const uint64_t policy = evict_first_policy();
+    uint32_t slot = 0, turn = 0, oldest = 0, oldest_turn = 0;
+    int flying = 0;
+
+    __device__ step_copier(const step_cta &cta)
+        : cta(cta),
+          ring(cta.ring()),
+          full(cta.barriers()),
+          empty(full + cta.params.num_stages * 8),
+          num_stages(cta.params.num_stages)
+    {
+    }
+    __device__ __forceinline__ void make_room()
+    {
+        sm90::barrier_wait(empty + slot * 8, turn ^ 1);
+        if (flying < cta.params.in_flight) {
+            flying++;
+            return;
+        }
+        sm90::barrier_wait(full + oldest * 8, oldest_turn);
+        if (++oldest == num_stages) oldest = 0, oldest_turn ^= 1;
+    }
+    __device__ __forceinline__ void copy(const step_walker &walker)
+    {
+        const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8, column = walker.chunk_column();
+        const CUtensorMap *map = walker.map();
+        if (walker.is_narrow()) {
+            make_room();
+            sm90::barrier_arrive_expect(barrier, STEP_STAGE);
+            step_copy_box(to, map, barrier, walker.row + walker.panel * STEP_NARROW_ROWS, column, policy);
+        } else {
+            uint32_t low = 0, high = 0;
+            walker.row_of(0, low);
+            const bool has_high = walker.row_of(1, high);
+            make_room();
+            sm90::barrier_arrive_expect(barrier, has_high ? STEP_STAGE : STEP_STAGE / 2);
+            step_copy_box(to, map, barrier, low, column, policy);
+            if (has_high) step_copy_box(to + STEP_STAGE / 2, map, barrier, high, column, policy);
+        }
+        if (++slot == num_stages) slot = 0, turn ^= 1;
+    }
+    __device__ __forceinline__ void prefetch(const step_walker &walker) const
+    {
+        const uint32_t column = walker.chunk_column();
+        const CUtensorMap *map = walker.map();
+        if (walker.is_narrow())
+            return step_prefetch_box(map, walker.row + walker.panel * STEP_NARROW_ROWS, column);
+        uint32_t at = 0;
+        for (int half = 0; half < 2; half++)
+            if (walker.row_of(half, at)) step_prefetch_box(map, at, column);
+    }
+    __device__ __forceinline__ void run()
+    {
+        step_walker walker(cta);
+        if constexpr (IS_CLUSTER) {
+#pragma unroll 1
+            for (; !walker.is_done; walker.next()) copy(walker);
+        } else {
+            step_walker ahead(cta);
+#pragma unroll 1
+            for (int i = 0; i < cta.params.prefetch && !ahead.is_done; i++) ahead.next();
+#pragma unroll 1
+            for (; !walker.is_done; walker.next()) {
+                copy(walker);
+                if (cta.params.prefetch == 0 || ahead.is_done) continue;
+                prefetch(ahead);
+                ahead.next();
+            }
+        }
+    }
+};
+
+/* A consumer's place in the ring. */
+struct step_ring {
+    const step_cta &cta;
+    int slot = 0, turn = 0;
+
+    __device__ step_ring(const step_cta &cta) : cta(cta) {}
+    /* Where this lane's row of a stage's matrices begins: of its warp's first 16 inputs. */
+    template <bool IS_WIDE>
+    __device__ __forceinline__ static uint32_t place()
+    {
+        const int thread = step_fresh(threadIdx.x), warp = thread / 32, row = thread % 8, high = thread / 8 % 2,
+                  half = thread / 16 % 2;
+        /* Eight rows of 64 inputs are 1 KB, in which 16 bytes lie at their number xor the row's. */
+        const uint32_t in_eight = row * 128 + ((half ^ row) << 4);
+        return in_eight + (IS_WIDE ? high * (STEP_STAGE / 2) + warp * 1024
+                                   : warp / 4 * (STEP_STAGE / 2) + warp % 4 * 2048 + high * 1024);
+    }
+    /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
+    __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place, bool is_fenced)
+    {
+        const int num_stages = cta.params.num_stages;
+        const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
+        sm90::barrier_wait(barrier, turn);
+#pragma unroll
+        for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
+        if (is_fenced) sm90::fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barrier + num_stages * 8);
+        if (++slot == num_stages) slot = 0, turn ^= 1;
+    }
+};
+
+#endif  // PK_SM90A
+#endif

@@ -73,7 +73,8 @@ struct step_letters {
     }
 };
 
-/* Where the team is no cluster: a warp that fetches a share of all mail. */
+/* Where the team is no cluster: a warp that fetches its share of each kind, which is never nothing: or it would run ahead and
+ * arrive twice where the other has not arrived once. */
 struct step_fetcher {
     step_cta &cta;
     step_waiter waiter;
@@ -85,16 +86,15 @@ struct step_fetcher {
     {
         constexpr int COUNT = 4;
         const step_mail mail = cta.at.mails[kind];
-        const int count = mail.count();
-        const uint64_t *from =
-            step_post<false>(cta).area(kind) + (kind == MAIL_PARTS ? cta.rank * count : 0);
+        const int share = mail.count() / STEP_FETCHERS, end = (index + 1) * share;
+        const uint64_t *from = step_post<false>(cta).area(kind) + (kind == MAIL_PARTS ? cta.rank * mail.count() : 0);
 #pragma unroll 1
-        for (int first = index * COUNT * 64; first < count; first += STEP_FETCHERS * COUNT * 64) {
+        for (int first = index * share; first < end; first += COUNT * 64) {
             uint32_t is_wanted = 0;
             uint2 data[COUNT];
             const int own = first + cta.lane * 2;
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) is_wanted |= own + i * 64 < count ? 1u << i : 0;
+            for (int i = 0; i < COUNT; i++) is_wanted |= own + i * 64 < end ? 1u << i : 0;
             waiter.fetch(data, is_wanted, epoch, 32 + kind, [&](int i) { return from + own + i * 64; });
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {

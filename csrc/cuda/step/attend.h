@@ -305,19 +305,19 @@ struct step_attention {
         for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
         load_keys(k, item, (const CACHE *)cta.its().k_cache, cta.args.k_strides, first);
         load_keys(v, item, (const CACHE *)cta.its().v_cache, cta.args.v_strides, first);
-        STEP_MARK(cta, 20);
+        STEP_MARK(cta, 16);
         letters.wait(MAIL_QKV, cta.warp == 0);
-        STEP_MARK(cta, 21);
+        STEP_MARK(cta, 17);
         make_heads();
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
-        STEP_MARK(cta, 22);
+        STEP_MARK(cta, 18);
         if ((first - cta.lane / LANES) < item.count) attend(item);
-        STEP_MARK(cta, 23);
+        STEP_MARK(cta, 19);
         __syncwarp();
         sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
         send_parts();
-        STEP_MARK(cta, 24);
+        STEP_MARK(cta, 20);
     }
     /* The warps of a row that have keys become one, and each rank gets its dimensions of it. */
     __device__ __forceinline__ void send_parts()

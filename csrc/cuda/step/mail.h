@@ -113,7 +113,7 @@ struct step_fetcher {
             const uint32_t epoch = cta.epoch();
             fetch(MAIL_X, epoch);
             fetch(MAIL_SQUARES, epoch);
-            STEP_MARK(cta, 28 + index);
+            STEP_MARK(cta, 40 + index);
             fetch(MAIL_QKV, epoch);
             fetch(MAIL_PARTS, epoch);
             fetch(MAIL_ATTENTION, epoch);

@@ -106,7 +106,7 @@ struct step_sender {
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             turns.wait_full();
-            if (panel == 0) STEP_MARK(cta, 14 + half * 6);
+            if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
             for (int row = 0; row < ROWS; row++) {
                 const float2 sum = total<false>(row, cta.lane * 2);
@@ -126,7 +126,7 @@ struct step_sender {
                 uint2 data[STEP_TEAMS];
                 const uint64_t *from = place(half, row, 0) + pair * 2;
                 letters.waiter.fetch(data, (1u << num_teams) - 1, epoch, 16 + half, [&](int i) { return from + i * size(); });
-                if (row == 0 && panel == 0) STEP_MARK(cta, 15 + half * 6);
+                if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
 #pragma unroll
                 for (int i = 0; i < STEP_TEAMS; i++)
@@ -142,7 +142,7 @@ struct step_sender {
             }
             send_squares(row, square, epoch);
         }
-        STEP_MARK(cta, 16 + half * 6);
+        STEP_MARK(cta, 30 + half * 5);
     }
 
     // --- q k v and activations: words of two outputs, up to 24 of a panel and row
@@ -157,7 +157,7 @@ struct step_sender {
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             turns.wait_full();
-            if (panel == 0) STEP_MARK(cta, phase == STEP_QKV ? 12 : 17);
+            if (panel == 0) STEP_MARK(cta, phase == STEP_QKV ? 24 : 31);
 #pragma unroll 1
             for (int first = 0; first < ROWS * WORDS; first += 32) {
                 const int i = first + cta.lane, row = i / WORDS;
@@ -167,7 +167,7 @@ struct step_sender {
             turns.give_empty();
             turns.next();
         }
-        STEP_MARK(cta, phase == STEP_QKV ? 13 : 18);
+        STEP_MARK(cta, phase == STEP_QKV ? 25 : 32);
     }
     __device__ __forceinline__ void send_qkv()
     {
@@ -203,7 +203,7 @@ struct step_sender {
         const int group = cta.group(), dims = group * STEP_DIMS;
         const float *parts = (const float *)(cta.smem + cta.at.mails[MAIL_PARTS].smem);
         letters.wait(MAIL_PARTS, true);
-        STEP_MARK(cta, 25);
+        STEP_MARK(cta, 26);
 #pragma unroll 1
         for (int first = 0; first < ROWS * dims; first += 32) {
             const int i = first + cta.lane, row = min(i / dims, ROWS - 1), dim = i % dims, head = dim / STEP_DIMS;
@@ -230,7 +230,7 @@ struct step_sender {
                 post.to_all(MAIL_ATTENTION, row, (head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + dim % STEP_DIMS) / 2,
                             pk_pack_pair<__nv_bfloat16>(value, next), cta.epoch());
         }
-        STEP_MARK(cta, 26);
+        STEP_MARK(cta, 27);
     }
 
     // --- the head's outputs, which are drawn from as they come

@@ -162,7 +162,7 @@ struct step_phase {
     }
 };
 
-struct alignas(64) pk_step_params {
+struct pk_step_params {
     CUtensorMap maps[3]; /* of weights by their number of inputs: hidden, q_heads * head_dim, ffn */
     pk_step_args args;
     pk_step_words words;
@@ -174,13 +174,13 @@ struct alignas(64) pk_step_params {
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */
 
 #ifdef STEP_TRACE
-__device__ uint32_t *step_trace; /* [layers][32] clocks of one CTA */
+__device__ uint32_t *step_trace; /* [layers + 1][64] clocks of one CTA */
 #define STEP_MARK(cta, i)                                                                               \
     do {                                                                                                \
         uint32_t clock_;                                                                                \
         asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                                   \
         if (blockIdx.x == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp >= STEP_SENDER))      \
-            step_trace[(cta).layer * 32 + (i)] = clock_;                                                \
+            step_trace[(cta).layer * 64 + (i)] = clock_;                                                \
     } while (0)
 #else
 #define STEP_MARK(cta, i)

@@ -66,9 +66,14 @@ struct step_attention {
     {
         return (__nv_bfloat16 *)(cta.smem + cta.at.heads) + row * (GROUP + 2) * STEP_HEAD_DIM;
     }
+    /* What a warp has of a head; and of a row's head, the maxima of its warps and then their sums. */
     __device__ __forceinline__ float *state(int warp, int head) const
     {
-        return (float *)(cta.smem + cta.at.sums) + (warp * GROUP + head) * STEP_STATE;
+        return (float *)(cta.smem + cta.at.sums) + (warp * GROUP + head) * STEP_HEAD_DIM;
+    }
+    __device__ __forceinline__ float *ends(int row, int head) const
+    {
+        return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS;
     }
     /* Where a key is in a cache. */
     __device__ __forceinline__ int64_t find(const pk_cache_strides &strides, int key) const
@@ -293,7 +298,8 @@ struct step_attention {
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {
             float *to = state(cta.warp, h);
-            if (cta.lane == 0) to[STEP_HEAD_DIM] = most[h], to[STEP_HEAD_DIM + 1] = sum[h];
+            if (cta.lane == 0)
+                ends(row, h)[cta.warp % WARPS] = most[h], ends(row, h)[STEP_CONSUMERS + cta.warp % WARPS] = sum[h];
 #pragma unroll
             for (int i = 0; i < DIMS / KEYS; i++) to[lane * DIMS + kept + i] = out[h][i];
         }
@@ -329,22 +335,15 @@ struct step_attention {
         for (int i = threadIdx.x; i < ROWS * GROUP * STEP_HEAD_DIM; i += STEP_CONSUMING) { /* a warp has one head */
             const int row = i / (GROUP * STEP_HEAD_DIM), h = i / STEP_HEAD_DIM % GROUP, dim = i % STEP_HEAD_DIM;
             const int num_warps = min(WARPS, (cta.item(row).count + KEYS - 1) / KEYS);
-            const bool has_warp = cta.lane < num_warps;
-            const float *own = state(row * WARPS + (has_warp ? cta.lane : 0), h) + STEP_HEAD_DIM;
-            const float most = has_warp ? own[0] : LOWEST;
-            float top = most, total = has_warp ? own[1] : 0, value = 0;
+            const float *most = ends(row, h), *sums = most + STEP_CONSUMERS;
+            float top = LOWEST, total = 0, value = 0;
 #pragma unroll
-            for (int d = WARPS / 2; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float fade = step_exp2(most - top);
-            total *= fade;
-#pragma unroll
-            for (int d = WARPS / 2; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+            for (int w = 0; w < WARPS; w++) top = fmaxf(top, w < num_warps ? most[w] : LOWEST);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float weight = __shfl_sync(~0u, fade, w);
-                if (w < num_warps) value = fmaf(state(row * WARPS + w, h)[dim], weight, value);
+                const float fade = step_exp2(most[w] - top);
+                if (w < num_warps) total = fmaf(sums[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
             }
-            top = __shfl_sync(~0u, top, 0), total = __shfl_sync(~0u, total, 0);
             if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
             const int line = row * LINES, ends = line + GROUP * STEP_DIMS + 2 * h;
             post.to_rank(MAIL_PARTS, dim / STEP_DIMS, line + h * STEP_DIMS + dim % STEP_DIMS, cta.rank,

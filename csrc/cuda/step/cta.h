@@ -12,30 +12,30 @@ enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; t
 
 /* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
 struct step_turns {
-    int turn = 0;
     uint32_t uses = 0;
-    __device__ void next() { turn ^= 1, uses++; }
+    __device__ int turn() const { return uses & 1; }
+    __device__ void next() { uses++; }
     /* consumers */
     __device__ void wait_empty() const
     {
         __syncwarp();
-        if (uses >= 2) sm90::named_sync(STEP_EMPTY + turn, STEP_MEETING);
+        if (uses >= 2) sm90::named_sync(STEP_EMPTY + turn(), STEP_MEETING);
     }
     __device__ void give_full() const
     {
         __syncwarp();
-        sm90::named_arrive(STEP_FULL + turn, STEP_MEETING);
+        sm90::named_arrive(STEP_FULL + turn(), STEP_MEETING);
     }
     /* the sender */
     __device__ void wait_full() const
     {
         __syncwarp();
-        sm90::named_sync(STEP_FULL + turn, STEP_MEETING);
+        sm90::named_sync(STEP_FULL + turn(), STEP_MEETING);
     }
     __device__ void give_empty() const
     {
         __syncwarp();
-        sm90::named_arrive(STEP_EMPTY + turn, STEP_MEETING);
+        sm90::named_arrive(STEP_EMPTY + turn(), STEP_MEETING);
     }
 };
 
@@ -75,8 +75,10 @@ struct step_cta {
     __device__ __forceinline__ step_phase part(int phase) const
     {
         step_phase its = params.phases[phase];
-        if (phase == STEP_HEAD)
+        if (phase == STEP_HEAD) {
             its.blocks = step_phase::first_of_head(args, cta() + 1) - step_phase::first_of_head(args, cta());
+            its.panels = (its.blocks + STEP_PANEL - 1) / STEP_PANEL;
+        }
         return its;
     }
     /* Keeps the item's arithmetic in one place, because the layers read what it says. */

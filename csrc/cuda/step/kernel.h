@@ -85,7 +85,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_SENDER) {
         if (IS_CLUSTER) sm90::cluster_wait();
-        step_sender<IS_CLUSTER, ROWS>(cta).run();
+        step_sender<IS_CLUSTER, ROWS, GROUP>(cta).run();
     } else if constexpr (!IS_CLUSTER) {
         step_fetcher(cta).run();
     }

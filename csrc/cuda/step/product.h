@@ -42,7 +42,7 @@ struct step_multiplier {
         for (int e = 0; e < 2; e++) {
             const int row = quad * 2 + e;
             if (row >= ROWS) continue;
-            float *to = cta.sums(turns.turn) + (row * COUNT + from) * SUMS + first + group;
+            float *to = cta.sums(turns.turn()) + (row * COUNT + from) * SUMS + first + group;
             to[0] = acc[e], to[8] = acc[2 + e];
         }
     }
@@ -50,9 +50,9 @@ struct step_multiplier {
     __device__ __forceinline__ void run(int phase, int mail)
     {
         constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS, REST = HELD % BLOCKS; /* columns; blocks of one more */
-        constexpr int CHAINS = BLOCKS == 1 ? 4 : 1; /* sums of a block: products wait for those before */
+        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1; /* sums of a block: products wait for those before */
         const step_phase part = cta.part(phase);
-        const int num_panels = part.panels(), columns = part.columns;
+        const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();
         uint32_t held[HELD][STEP_STEPS][4];
 #pragma unroll

@@ -34,7 +34,7 @@ struct step_walker {
         block = 0;
         if (++column < part.columns) return;
         column = 0;
-        if (++panel < part.panels()) return;
+        if (++panel < part.panels) return;
         panel = 0;
         if (phase == STEP_HEAD) {
             is_done = true;

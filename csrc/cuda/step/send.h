@@ -14,7 +14,7 @@ struct step_asked { /* of pk_sample_row, what a draw needs; in shared memory */
 };
 static_assert(sizeof(step_asked) <= 32);
 
-template <bool IS_CLUSTER, int ROWS>
+template <bool IS_CLUSTER, int ROWS, int GROUP>
 struct step_sender {
     step_cta &cta;
     step_letters<IS_CLUSTER> letters;
@@ -35,7 +35,7 @@ struct step_sender {
     __device__ __forceinline__ float2 total(int row, int at) const
     {
         constexpr int COUNT = IS_WIDE ? STEP_CONSUMERS : 2, SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS;
-        const float *from = cta.sums(turns.turn) + row * COUNT * SUMS + at;
+        const float *from = cta.sums(turns.turn()) + row * COUNT * SUMS + at;
         float2 sum = {0, 0};
 #pragma unroll
         for (int w = 0; w < COUNT; w++) {
@@ -100,7 +100,7 @@ struct step_sender {
     }
     __device__ __forceinline__ void exchange(int half) /* 0: after attention, 1: after the MLP */
     {
-        const int num_panels = size() / STEP_NARROW_ROWS, num_teams = cta.args.kv_heads;
+        const int num_panels = cta.params.phases[STEP_O].blocks, num_teams = cta.args.kv_heads;
         const bool is_last = half == 1 && cta.layer + 1 == cta.args.num_layers;
         const uint32_t epoch = cta.epoch() + 1 + half;
 #pragma unroll 1
@@ -152,7 +152,7 @@ struct step_sender {
     {
         enum { WORDS = STEP_PANEL * 8 };
         const step_phase part = cta.part(phase);
-        const int num_panels = part.panels();
+        const int num_panels = part.panels;
         read_squares();
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
@@ -173,7 +173,7 @@ struct step_sender {
     {
         finish(STEP_QKV, [&](int panel, int row, int i, float scale) {
             const int octet = panel * (2 * STEP_PANEL) + i / 4, head = octet / STEP_OCTETS;
-            if (head >= cta.group() + 2) return;
+            if (head >= GROUP + 2) return;
             const float2 sum = total<true>(row, i * 2);
             const int at = head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
             post.to_all(MAIL_QKV, row, at / 2 + i % 4, pk_pack_pair<__nv_bfloat16>(sum.x * scale, sum.y * scale),
@@ -182,7 +182,7 @@ struct step_sender {
     }
     __device__ __forceinline__ void send_gated()
     {
-        const int blocks = cta.args.ffn / (cta.num_ctas() * 8);
+        const int blocks = cta.params.phases[STEP_GATE_UP].blocks;
         finish(STEP_GATE_UP, [&](int panel, int row, int i, float scale) { /* a block: eight gates and their ups */
             const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
             if (i >= STEP_PANEL * 4 || block >= blocks) return;
@@ -200,14 +200,14 @@ struct step_sender {
 
     __device__ __forceinline__ void merge_attention()
     {
-        const int group = cta.group(), dims = group * STEP_DIMS;
+        constexpr int DIMS = GROUP * STEP_DIMS;
         const float *parts = (const float *)(cta.smem + cta.at.mails[MAIL_PARTS].smem);
         letters.wait(MAIL_PARTS, true);
         STEP_MARK(cta, 26);
 #pragma unroll 1
-        for (int first = 0; first < ROWS * dims; first += 32) {
-            const int i = first + cta.lane, row = min(i / dims, ROWS - 1), dim = i % dims, head = dim / STEP_DIMS;
-            const float *lines = parts + row * (dims + 2 * group) * STEP_PARTS, *ends = lines + (dims + 2 * head) * STEP_PARTS,
+        for (int first = 0; first < ROWS * DIMS; first += 32) {
+            const int i = first + cta.lane, row = min(i / DIMS, ROWS - 1), dim = i % DIMS, head = dim / STEP_DIMS;
+            const float *lines = parts + row * (DIMS + 2 * GROUP) * STEP_PARTS, *ends = lines + (DIMS + 2 * head) * STEP_PARTS,
                         *values = lines + dim * STEP_PARTS;
             float4 most[STEP_RANKS / 4];
             float top = -1e30f, total = 0, value = 0;
@@ -226,7 +226,7 @@ struct step_sender {
             }
             value = total > 0 ? value / total : 0;
             const float next = __shfl_down_sync(~0u, value, 1);
-            if (i % 2 == 0 && i < ROWS * dims)
+            if (i % 2 == 0 && i < ROWS * DIMS)
                 post.to_all(MAIL_ATTENTION, row, (head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + dim % STEP_DIMS) / 2,
                             pk_pack_pair<__nv_bfloat16>(value, next), cta.epoch());
         }
@@ -263,7 +263,7 @@ struct step_sender {
     __device__ __forceinline__ void draw_all()
     {
         const step_phase part = cta.part(STEP_HEAD);
-        const int num_panels = part.panels(), first = step_phase::first_of_head(cta.args, cta.cta()) * 16;
+        const int num_panels = part.panels, first = step_phase::first_of_head(cta.args, cta.cta()) * 16;
         pk_candidate best[ROWS] = {};
         read_squares();
 #pragma unroll 1

@@ -46,7 +46,7 @@ enum {
     STEP_WIDE_SUMS = STEP_PANEL * 16 + 4,
     STEP_NARROW_ROWS = 64,
     STEP_NARROW_SUMS = STEP_NARROW_ROWS + 4,
-    STEP_STATE = STEP_HEAD_DIM + 4, /* of a head in a warp: values, maximum, sum; spreads the banks */
+    STEP_ENDS = 2 * STEP_CONSUMERS, /* of a head: maxima of the warps, their sums */
     STEP_PARTS = STEP_RANKS + 4     /* words between lines of parts */
 };
 constexpr int step_threads(bool is_cluster)
@@ -122,7 +122,7 @@ struct step_smem {
         box(MAIL_PARTS, rows * (dims + 2 * group), STEP_RANKS, STEP_PARTS);
         box(MAIL_ATTENTION, rows, group * STEP_HEAD_DIM / 2, group * STEP_HEAD_DIM / 2 + 4);
         box(MAIL_GATED, rows, args.ffn / args.kv_heads / 2, args.ffn / args.kv_heads / 2 + 4);
-        const int sum_bytes = 2 * sums_words(rows) * 4, state_bytes = STEP_CONSUMERS * group * STEP_STATE * 4;
+        const int sum_bytes = 2 * sums_words(rows) * 4, state_bytes = STEP_CONSUMERS * group * (STEP_HEAD_DIM + STEP_ENDS) * 4;
         sums = take(sum_bytes > state_bytes ? sum_bytes : state_bytes); /* states lie there, too: attend.h */
         table = take(args.num_layers * (int)sizeof(pk_step_layer));
         items = take(rows * 16);
@@ -141,7 +141,7 @@ struct step_smem {
 /* A CTA's blocks of a weight: of 16 rows and all inputs, or (narrow) of 64 rows and its team's inputs. A panel's sums meet
  * at once. */
 struct step_phase {
-    int blocks, columns, per_panel; /* columns: chunks of a block */
+    int blocks, columns, per_panel, panels; /* columns: chunks of a block */
 
     step_phase() = default;
     step_phase(const pk_step_args &args, int phase)
@@ -150,11 +150,12 @@ struct step_phase {
         per_panel = STEP_PANEL, columns = args.hidden / STEP_WIDE, blocks = 0;
         if (phase == STEP_QKV) blocks = ((group + 2) * STEP_OCTETS + 1) / 2;
         if (phase == STEP_GATE_UP) blocks = args.ffn / (teams * STEP_RANKS * 8);
-        if (phase != STEP_O && phase != STEP_DOWN) return; /* the head's blocks: of_head */
-        per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
-        columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
+        if (phase == STEP_O || phase == STEP_DOWN) {
+            per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
+            columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
+        }
+        panels = (blocks + per_panel - 1) / per_panel; /* the head's differ: step_cta::part */
     }
-    __device__ int panels() const { return (blocks + per_panel - 1) / per_panel; }
     __device__ int blocks_of(int panel) const { return min(per_panel, blocks - panel * per_panel); }
     __device__ static int first_of_head(const pk_step_args &args, int cta)
     {

@@ -196,6 +196,16 @@ static void step_store_words(uint64_t *to, uint32_t a, uint32_t b, uint32_t epoc
     emulated::let_others_run(); /* each word is whole, but two are not one */
     step_store_word(to + 1, b, epoch);
 }
+static uint2 step_load_sums(const uint32_t *from)
+{
+    return {*(volatile const uint32_t *)from, *(volatile const uint32_t *)(from + 1)};
+}
+static void step_store_sums(uint32_t *to, uint32_t a, uint32_t b)
+{
+    to[0] = a;
+    emulated::let_others_run();
+    to[1] = b;
+}
 static uint32_t step_now()
 {
     static uint32_t now = 1;

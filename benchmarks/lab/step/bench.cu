@@ -239,6 +239,8 @@ struct session {
             slots[r] = table[r * pages_each + positions[r] / block_size] * block_size + positions[r] % block_size;
             temperatures[r] = r % 2 ? 0.8f : 0, seeds[r] = 99 + r;
         }
+        args.num_rows = STEP_ROWS;
+        CK(cudaMemset(words, 0, pk_step_num_words(args) * 8)); /* another number of rows has other words */
         args.num_rows = rows;
         args.tokens = upload(tokens), args.positions = upload(positions), args.slots = upload(slots);
         args.context_lens = upload(lens), args.block_tables = upload(table), args.table_stride = pages_each;

@@ -9,6 +9,7 @@
 
 enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_MEETING = STEP_CONSUMING + 32 /* with the sender */ };
 enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; the first two are pairs */
+constexpr uint32_t STEP_TAG = (1u << STEP_TAG_BITS) - 1;
 
 /* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
 struct step_turns {
@@ -150,6 +151,22 @@ struct step_waiter {
         }
 #pragma unroll
         for (int i = 0; i < COUNT; i++) data[i] = {(uint32_t)words[i].x, (uint32_t)words[i].y};
+    }
+    /* The same of sums with tags: every lane has two neighbours of COUNT teams, or of the first ones. */
+    template <typename Place>
+    __device__ __forceinline__ void fetch_sums(uint2 (&data)[STEP_TEAMS], int count, uint32_t epoch, int what, Place place)
+    {
+        uint32_t looks = 0, since = 0, wrong;
+        do {
+            wrong = 0;
+#pragma unroll
+            for (int i = 0; i < STEP_TEAMS; i++) data[i] = i < count ? step_load_sums(place(i)) : uint2{};
+#pragma unroll
+            for (int i = 0; i < STEP_TEAMS; i++)
+                if (i < count) wrong |= (data[i].x ^ epoch) | (data[i].y ^ epoch);
+        } while (!__all_sync(~0u, (wrong & STEP_TAG) == 0) && goes_on(looks, since, what));
+#pragma unroll
+        for (int i = 0; i < STEP_TEAMS; i++) data[i].x &= ~STEP_TAG, data[i].y &= ~STEP_TAG;
     }
 };
 

@@ -33,8 +33,8 @@ static inline int pk_step_smem_limit(bool is_cluster, int smem_per_sm, int smem_
     return is_cluster ? smem_per_sm / 2 - 1024 : smem_per_cta;
 }
 
-/* Words of 8 bytes that steps need, zeros before the first one. Steps of all models and numbers of rows may share them, one
- * after another: every word says when it was written. */
+/* Words of 8 bytes that steps need, zeros before the first one. Any number of graphs of one model and number of rows may
+ * share them, one step after another: every word says when it was written, but sums do so by a few bits. */
 static inline int64_t pk_step_num_words(const pk_step_args &args)
 {
     const int64_t rows = args.num_rows, teams = args.kv_heads;

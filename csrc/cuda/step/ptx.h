@@ -23,6 +23,17 @@ __device__ __forceinline__ void step_store_words(uint64_t *to, uint32_t a, uint3
                  "l"((uint64_t)epoch << 32 | b)
                  : "memory");
 }
+/* Two sums that say in their last bits when they were written. */
+__device__ __forceinline__ uint2 step_load_sums(const uint32_t *from)
+{
+    uint2 words;
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(from) : "memory");
+    return words;
+}
+__device__ __forceinline__ void step_store_sums(uint32_t *to, uint32_t a, uint32_t b)
+{
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(b) : "memory");
+}
 __device__ __forceinline__ uint32_t step_now() /* ns, of which four seconds are told apart */
 {
     uint32_t ns;

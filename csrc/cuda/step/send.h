@@ -93,10 +93,24 @@ struct step_sender {
         }
     }
     /* What this CTA adds to x goes to the same rank of all teams; what they add comes from them, in the order of teams. */
-    __device__ __forceinline__ uint64_t *place(int half, int row, int team) const
+#if STEP_TAG_BITS > 0
+    using word = uint32_t;
+#else
+    using word = uint64_t;
+#endif
+    __device__ __forceinline__ word *place(int half, int row, int team) const
     {
-        return cta.params.words.sums +
+        return (word *)cta.params.words.sums +
                ((((int64_t)half * ROWS + row) * STEP_RANKS + cta.rank) * cta.args.kv_heads + team) * size();
+    }
+    __device__ __forceinline__ static void leave(word *to, float2 sum, uint32_t epoch)
+    {
+        const uint32_t x = __float_as_uint(sum.x), y = __float_as_uint(sum.y);
+#if STEP_TAG_BITS > 0
+        step_store_sums(to, (x & ~STEP_TAG) | (epoch & STEP_TAG), (y & ~STEP_TAG) | (epoch & STEP_TAG));
+#else
+        step_store_words(to, x, y, epoch);
+#endif
     }
     __device__ __forceinline__ void exchange(int half) /* 0: after attention, 1: after the MLP */
     {
@@ -109,9 +123,8 @@ struct step_sender {
             if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
             for (int row = 0; row < ROWS; row++) {
-                const float2 sum = total<false>(row, cta.lane * 2);
-                step_store_words(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
-                                 __float_as_uint(sum.x), __float_as_uint(sum.y), epoch);
+                word *to = place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2;
+                leave(to, total<false>(row, cta.lane * 2), epoch);
             }
             turns.give_empty();
             turns.next();
@@ -124,8 +137,13 @@ struct step_sender {
                 const int pair = panel * 32 + cta.lane;
                 const float2 old = step_pair(residual(row)[pair]);
                 uint2 data[STEP_TEAMS];
-                const uint64_t *from = place(half, row, 0) + pair * 2;
-                letters.waiter.fetch(data, (1u << num_teams) - 1, epoch, 16 + half, [&](int i) { return from + i * size(); });
+                const word *from = place(half, row, 0) + pair * 2;
+                auto of_team = [&](int i) { return from + i * size(); };
+#if STEP_TAG_BITS > 0
+                letters.waiter.fetch_sums(data, num_teams, epoch, 16 + half, of_team);
+#else
+                letters.waiter.fetch(data, (1u << num_teams) - 1, epoch, 16 + half, of_team);
+#endif
                 if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
 #pragma unroll

@@ -8,7 +8,8 @@
  *
  * A team is a cluster, whose CTAs write into each other's shared memory; or, where so many clusters do not fit, only 16
  * CTAs, which leave words in global memory. Either way what one CTA has for another lies in shared memory when a barrier
- * says so (mail.h). Words in global memory say themselves whether they are there: 4 bytes of data, 4 of epoch.
+ * says so (mail.h). Words in global memory say themselves whether they are there: 4 bytes of data, 4 of epoch; of sums
+ * between teams the last bits are the epoch's, because half of the bytes are polled so.
  *
  * A place may be written over as soon as all who read it have answered by what the writer has waited for. Around the circle
  * every CTA of a team waits for all of its team twice, so one buffer of each kind is enough there; between teams it takes
@@ -26,6 +27,9 @@
 #endif
 #ifndef STEP_HOLD
 #define STEP_HOLD 4 /* wide chunks that a consumer of a cluster keeps in registers, with one row */
+#endif
+#ifndef STEP_TAG_BITS
+#define STEP_TAG_BITS 4 /* of a sum between teams that say when it was written, its last ones; 0: a word beside it does */
 #endif
 enum {
     STEP_ROWS = 4, /* at most */

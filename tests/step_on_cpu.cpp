@@ -185,6 +185,8 @@ static void step_multiply(float (&c)[4], const uint32_t (&a)[4], uint2 b)
     }
 }
 
+#include "cuda/step/step.h"
+
 static ulonglong2 step_load_words(const uint64_t *from)
 {
     return {*(volatile const uint64_t *)from, *(volatile const uint64_t *)(from + 1)};
@@ -200,11 +202,11 @@ static uint2 step_load_sums(const uint32_t *from)
 {
     return {*(volatile const uint32_t *)from, *(volatile const uint32_t *)(from + 1)};
 }
-static void step_store_sums(uint32_t *to, uint32_t a, uint32_t b)
+static void step_store_sums(uint32_t *to, float2 sums, uint32_t epoch)
 {
-    to[0] = a;
+    to[0] = step_tagged(sums.x, epoch);
     emulated::let_others_run();
-    to[1] = b;
+    to[1] = step_tagged(sums.y, epoch);
 }
 static uint32_t step_now()
 {
@@ -231,7 +233,8 @@ static void step_load_matrices(uint32_t (&to)[4], uint32_t from)
     for (int i = 0; i < 4; i++) to[i] = *(uint32_t *)(uintptr_t)(rows[i * 8 + lane / 4] + lane % 4 * 4);
 }
 /* Pieces of 64 inputs one after another, in each its rows of 128 bytes, which are swizzled. */
-static void step_copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, uint32_t row, uint32_t column, uint64_t)
+static void step_copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, uint32_t row, uint32_t column,
+                          uint64_t)
 {
     const emulated::map its = *(const emulated::map *)map;
     emulated::write_later(200, barrier, its.rows * its.columns * 128, [=] {
@@ -335,12 +338,14 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
                                              (i ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS};
     std::vector<uint64_t> words(pk_step_num_words(args));
     pk_step_plan(&params, its->is_cluster, 227 << 10, words.data());
-    params.num_stages = its->num_stages, params.in_flight = its->in_flight, params.at = step_smem(args, its->num_stages);
+    params.num_stages = its->num_stages, params.in_flight = its->in_flight,
+    params.at = step_smem(args, its->num_stages);
     params.flags = its->num_missing ? STEP_SHORT_WAIT : 0;
 
     emulated::smem_bytes = (params.at.bytes + 1023) / 1024 * 1024;
     const size_t bytes = (size_t)STEP_CTAS * emulated::smem_bytes;
-    uint8_t *smem = (uint8_t *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+    uint8_t *smem =
+        (uint8_t *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
     if (smem == MAP_FAILED) return "mmap failed";
     const char *problem = nullptr;
     for (int step = 0; step < its->num_steps && !problem; step++) {
@@ -350,7 +355,8 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
                               : run_case<false>(*its, params, smem, num_here)))
             problem = "no such kernel here";
         std::memcpy(status, params.words.head, 4 * sizeof *status);
-        if (step < its->num_steps - 1) params.words.head[1] = 0, std::memcpy(first_out, out, its->num_rows * sizeof *out);
+        if (step < its->num_steps - 1)
+            params.words.head[1] = 0, std::memcpy(first_out, out, its->num_rows * sizeof *out);
     }
     munmap(smem, bytes);
     return problem;

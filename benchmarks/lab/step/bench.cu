@@ -120,12 +120,13 @@ static kernel_type kernel_of(bool is_cluster, int rows, int group, bool is_fp8)
     if (is_cluster == c && rows == r && group == g && !is_fp8) return decode_step_kernel<c, r, g>;
 #define K8(c, r, g) \
     if (is_cluster == c && rows == r && group == g && is_fp8) return decode_step_kernel<c, r, g, __nv_fp8_e4m3>;
-    K(true, 1, 2) K(true, 1, 4)
+    K(true, 1, 2)
+    K(true, 1, 4)
 #ifndef STEP_FEW
-    K(true, 2, 2) K(true, 4, 2) K8(true, 1, 2)
-    K(false, 1, 2) K(false, 2, 2) K(false, 4, 2) K(false, 1, 4) K8(false, 1, 2)
+        K(true, 2, 2) K(true, 4, 2) K8(true, 1, 2) K(false, 1, 2) K(false, 2, 2) K(false, 4, 2) K(false, 1, 4)
+            K8(false, 1, 2)
 #endif
-    printf("no kernel of %d rows, %d heads here\n", rows, group);
+                printf("no kernel of %d rows, %d heads here\n", rows, group);
     exit(1);
 }
 
@@ -180,7 +181,8 @@ struct session {
         };
         for (auto &l : layers) {
             l.qkv = weight(heads * m.hidden, sh), l.o = weight((size_t)m.hidden * width, 0.5f / sqrtf(width));
-            l.gate_up = weight((size_t)2 * m.ffn * m.hidden, sh), l.down = weight((size_t)m.hidden * m.ffn, 0.5f / sqrtf(m.ffn));
+            l.gate_up = weight((size_t)2 * m.ffn * m.hidden, sh),
+            l.down = weight((size_t)m.hidden * m.ffn, 0.5f / sqrtf(m.ffn));
             l.its.q_norm = random_bf16(128, 0.1f, 1), l.its.k_norm = random_bf16(128, 0.1f, 1);
             l.its.k_cache = random_cache(), l.its.v_cache = random_cache();
         }
@@ -216,7 +218,8 @@ struct session {
         std::vector<float> cs((size_t)args.max_positions * 128);
         for (int p = 0; p < args.max_positions; p++)
             for (int i = 0; i < 64; i++)
-                cs[p * 128 + i] = cosf(p * powf(1e6f, -i / 64.f)), cs[p * 128 + 64 + i] = sinf(p * powf(1e6f, -i / 64.f));
+                cs[p * 128 + i] = cosf(p * powf(1e6f, -i / 64.f)),
+                             cs[p * 128 + 64 + i] = sinf(p * powf(1e6f, -i / 64.f));
         args.cos_sin = upload(cs);
         args.num_rows = STEP_ROWS;
         words = dev<uint64_t>(pk_step_num_words(args));
@@ -284,9 +287,11 @@ struct launcher {
     int num_ctas() const { return s.m.kv_heads * STEP_RANKS; }
     cudaLaunchConfig_t config(cudaLaunchAttribute *at) const
     {
-        cudaLaunchConfig_t c = {dim3(num_ctas() - missing), dim3(step_threads(is_cluster)), (size_t)p.at.bytes, s.stream, at, 0};
+        cudaLaunchConfig_t c = {
+            dim3(num_ctas() - missing), dim3(step_threads(is_cluster)), (size_t)p.at.bytes, s.stream, at, 0};
         if (is_cluster)
-            at[c.numAttrs].id = cudaLaunchAttributeClusterDimension, at[c.numAttrs++].val.clusterDim = {STEP_RANKS, 1, 1};
+            at[c.numAttrs].id = cudaLaunchAttributeClusterDimension,
+            at[c.numAttrs++].val.clusterDim = {STEP_RANKS, 1, 1};
         if (!is_cluster || option("cooperative", "0"))
             at[c.numAttrs].id = cudaLaunchAttributeCooperative, at[c.numAttrs++].val.cooperative = 1;
         return c;
@@ -354,7 +359,8 @@ static void check_one(session &s, bool is_cluster, int rows, int context, int ru
         t.qkv = dev<float>(STEP_ROWS * heads), t.attention = dev<__nv_bfloat16>(STEP_ROWS * width);
         t.gated = dev<__nv_bfloat16>((size_t)STEP_ROWS * m.ffn);
         for (auto &x : t.x) x = dev<__nv_bfloat16>(STEP_ROWS * m.hidden);
-        t.knew = dev<__nv_bfloat16>(STEP_ROWS * m.kv_heads * 128), t.vnew = dev<__nv_bfloat16>(STEP_ROWS * m.kv_heads * 128);
+        t.knew = dev<__nv_bfloat16>(STEP_ROWS * m.kv_heads * 128),
+        t.vnew = dev<__nv_bfloat16>(STEP_ROWS * m.kv_heads * 128);
         t.logits = dev<float>((size_t)STEP_ROWS * m.vocab), t.best = dev<unsigned long long>(STEP_ROWS);
         scores = dev<float>((size_t)STEP_ROWS * m.q_heads * a.max_positions);
     }
@@ -384,7 +390,8 @@ static void check_one(session &s, bool is_cluster, int rows, int context, int ru
             if (d.relative() > worst) worst = d.relative(), worst_at = i * 2 + half;
             all[half].add(own[half], t.x[half], x_size);
             if (d.relative() > 1e-2 && i < 2)
-                printf("  layer %d half %d: %.2e apart, %zu of %zu differ\n", i, half, d.relative(), d.unequal, d.count);
+                printf("  layer %d half %d: %.2e apart, %zu of %zu differ\n", i, half, d.relative(), d.unequal,
+                       d.count);
         }
         for (int r = 0; r < rows && !s.is_fp8; r++)
             for (int kv = 0; kv < 2; kv++)
@@ -409,13 +416,15 @@ static void check_one(session &s, bool is_cluster, int rows, int context, int ru
         l.launch();
         if (!l.is_done("a run")) break;
         auto again = download((const uint16_t *)s.dump, s.dump_size());
-        unequal += memcmp(first.data(), again.data(), s.dump_size() * 2) != 0 || download(a.sample.out, rows) != sampled;
+        unequal +=
+            memcmp(first.data(), again.data(), s.dump_size() * 2) != 0 || download(a.sample.out, rows) != sampled;
     }
-    printf("CHECK %s rows %d context %4d fp8 %d | x %.1e and %.1e apart (worst %.1e in half %d; %.2f%% of values differ), new K V "
-           "%.1e, tokens %s | %d of %d runs differ in a bit | %s\n",
-           is_cluster ? "E" : "F", rows, context, s.is_fp8, all[0].relative(), all[1].relative(), worst, worst_at,
-           100. * (all[0].unequal + all[1].unequal) / (all[0].count + all[1].count), all[2].relative(),
-           same ? "the same" : "DIFFERENT", unequal, run, is_right && !unequal && run == runs ? "RIGHT" : "WRONG");
+    printf(
+        "CHECK %s rows %d context %4d fp8 %d | x %.1e and %.1e apart (worst %.1e in half %d; %.2f%% of values differ), new K V "
+        "%.1e, tokens %s | %d of %d runs differ in a bit | %s\n",
+        is_cluster ? "E" : "F", rows, context, s.is_fp8, all[0].relative(), all[1].relative(), worst, worst_at,
+        100. * (all[0].unequal + all[1].unequal) / (all[0].count + all[1].count), all[2].relative(),
+        same ? "the same" : "DIFFERENT", unequal, run, is_right && !unequal && run == runs ? "RIGHT" : "WRONG");
     fflush(stdout);
 }
 
@@ -474,10 +483,11 @@ static void time_one(session &s, launcher &l, const char *model, int context)
     }
     std::sort(times.begin(), times.end());
     const double us = times[times.size() / 2];
-    printf("RESULT %s %s rows %d context %4d fp8 %d stages %2d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, "
-           "%.0f GB/s\n",
-           model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, l.p.flags, l.p.prefetch,
-           l.p.in_flight, us, times[0], times.back(), 1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
+    printf(
+        "RESULT %s %s rows %d context %4d fp8 %d stages %2d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, "
+        "%.0f GB/s\n",
+        model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, l.p.flags, l.p.prefetch,
+        l.p.in_flight, us, times[0], times.back(), 1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
     fflush(stdout);
     CK(cudaGraphExecDestroy(exec));
     CK(cudaGraphDestroy(graph));
@@ -524,7 +534,8 @@ static void print_trace(int layers, bool is_cluster)
     for (auto &r : rows) {
         double sum = 0;
         if (r.at >= 40 && is_cluster) continue;
-        for (int l = 4; l < layers; l++) sum += (int32_t)(t[l * 64 + r.at] - t[(r.at == 0 || r.at == 40 ? l - 1 : l) * 64 + r.from]);
+        for (int l = 4; l < layers; l++)
+            sum += (int32_t)(t[l * 64 + r.at] - t[(r.at == 0 || r.at == 40 ? l - 1 : l) * 64 + r.from]);
         printf("    %-32s %7.0f\n", r.what, sum / (layers - 4));
     }
     printf("    a layer: %.0f clocks\n", (t[(layers - 1) * 64 + 14] - t[3 * 64 + 14]) / (double)(layers - 4));
@@ -534,8 +545,9 @@ static void print_trace(int layers, bool is_cluster)
 int main(int argc, char **argv)
 {
     if (argc < 3)
-        return printf("bench check|time|missing MODEL [mode=E|F] [rows=1] [lens=400] [fp8=0] [page=16] [runs=24] [stages=99] [flying=3]\n"
-                      "      [prefetch=-1] [flags=0] [steps=40] [cooperative=0]; check: against the twin and for equal bits\n"),
+        return printf(
+                   "bench check|time|missing MODEL [mode=E|F] [rows=1] [lens=400] [fp8=0] [page=16] [runs=24] [stages=99] [flying=3]\n"
+                   "      [prefetch=-1] [flags=0] [steps=40] [cooperative=0]; check: against the twin and for equal bits\n"),
                1;
     for (int i = 3; i < argc; i++) {
         std::string a = argv[i];
@@ -544,7 +556,8 @@ int main(int argc, char **argv)
     const std::string what = argv[1];
     const bool is_cluster = !options.count("mode") || options["mode"] == "E";
     const auto lens = list_of("lens", "400");
-    session s(SHAPES.at(argv[2]), *std::max_element(lens.begin(), lens.end()), option("page", "16"), option("fp8", "0"));
+    session s(SHAPES.at(argv[2]), *std::max_element(lens.begin(), lens.end()), option("page", "16"),
+              option("fp8", "0"));
 #ifdef STEP_TRACE
     the_trace = dev<uint32_t>((s.m.layers + 1) * 64);
     CK(cudaMemcpyToSymbol(step_trace, &the_trace, sizeof the_trace));

@@ -9,7 +9,7 @@ struct twin_layer { /* what the kernel finds through maps */
 struct twin {
     pk_step_args args;
     const __nv_bfloat16 *head;
-    bool is_fp8; /* caches of e4m3, scales of 1 */
+    bool is_fp8;                       /* caches of e4m3, scales of 1 */
     float *qkv;                        /* [rows][heads * 128], rounded to bf16 */
     __nv_bfloat16 *attention, *gated;  /* [rows][...] */
     __nv_bfloat16 *x[2], *knew, *vnew; /* [rows][hidden]; [rows][kv_heads][128] */
@@ -89,7 +89,7 @@ __global__ void twin_attention(twin t, twin_layer layer, float *scores)
     for (int key = threadIdx.x / 32; key < n; key += 4) {
         const int64_t from = at(key, a.k_strides);
         float sum = 0;
-        for (int d = threadIdx.x % 32; d < 128; d += 32) 
+        for (int d = threadIdx.x % 32; d < 128; d += 32)
             sum += q[d] * (key == n - 1 ? __bfloat162float(t.knew[((size_t)r * a.kv_heads + kv) * 128 + d])
                                         : twin_read(t, layer.its.k_cache, from + d));
         sum = twin_sum(sum);

@@ -89,8 +89,7 @@ struct step_attention {
     {
 #pragma unroll
         for (int j = 0; j < AHEAD; j++)
-            if (first + j * PASS < item.past_count)
-                load(to[j], cache + find(strides, item.begin + first + j * PASS));
+            if (first + j * PASS < item.past_count) load(to[j], cache + find(strides, item.begin + first + j * PASS));
     }
     /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
     __device__ __forceinline__ void prepare()
@@ -99,7 +98,8 @@ struct step_attention {
         const pk_step_layer &its = cta.its();
         const __nv_bfloat16 *norm = cta.warp % (GROUP + 2) < GROUP ? its.q_norm : its.k_norm;
         turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
-        if (cta.layer + 1 == cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD) return;
+        if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD)
+            return;
         const pk_step_layer &next = *(&its + 1);
         const int begin = cta.item(row).begin, count = min(cta.item(row).past_count, (int)MOST);
 #pragma unroll 1
@@ -155,8 +155,8 @@ struct step_attention {
                 score[j / GROUP][j % GROUP] += __shfl_xor_sync(~0u, score[j / GROUP][j % GROUP], d);
     }
     /* `left` of the keys are there. */
-    __device__ __forceinline__ void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS], int left,
-                                             float scale)
+    __device__ __forceinline__ void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS],
+                                             int left, float scale)
     {
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {
@@ -227,14 +227,14 @@ struct step_attention {
         if (head >= GROUP) {
             const bool is_key = head == GROUP;
             const pk_cache_strides &strides = is_key ? cta.args.k_strides : cta.args.v_strides;
-            store((CACHE *)(is_key ? its.k_cache : its.v_cache), strides, is_key ? cta.args.k_scale : cta.args.v_scale, row,
-                  bits);
+            store((CACHE *)(is_key ? its.k_cache : its.v_cache), strides, is_key ? cta.args.k_scale : cta.args.v_scale,
+                  row, bits);
         }
         *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
     }
     /* To the token's slot; of fp8 `bits` are then what was stored. */
-    __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale, int row,
-                                          uint2 &bits) const
+    __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale,
+                                          int row, uint2 &bits) const
     {
         const int slot = cta.args.slots[row], block_size = cta.args.block_size;
         const bool has_slot = slot >= 0 && slot / block_size < cta.args.num_blocks;
@@ -330,7 +330,8 @@ struct step_attention {
     {
         const step_post<IS_CLUSTER> post(cta);
         const uint32_t epoch = cta.epoch();
-        constexpr int LINES = GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads, then maximum and sum of each head */
+        constexpr int LINES =
+            GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads, then maximum and sum of each head */
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * GROUP * STEP_HEAD_DIM; i += STEP_CONSUMING) { /* a warp has one head */
             const int row = i / (GROUP * STEP_HEAD_DIM), h = i / STEP_HEAD_DIM % GROUP, dim = i % STEP_HEAD_DIM;
@@ -342,7 +343,8 @@ struct step_attention {
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float fade = step_exp2(most[w] - top);
-                if (w < num_warps) total = fmaf(sums[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
+                if (w < num_warps)
+                    total = fmaf(sums[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
             }
             if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
             const int line = row * LINES, ends = line + GROUP * STEP_DIMS + 2 * h;

@@ -3,13 +3,11 @@
 #define PK_CUDA_STEP_CTA_H
 
 #include "cuda/step/ptx.h"
-#include "cuda/step/step.h"
 
 #ifdef PK_SM90A
 
 enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_MEETING = STEP_CONSUMING + 32 /* with the sender */ };
 enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; the first two are pairs */
-constexpr uint32_t STEP_TAG = (1u << STEP_TAG_BITS) - 1;
 
 /* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
 struct step_turns {
@@ -53,7 +51,7 @@ struct step_cta {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team, rank;
     uint32_t base; /* epoch of the step's first x */
-    int layer = 0;
+    int half = 0;  /* of a layer: attention's, the MLP's, attention's of the next, ... */
 
     __device__ step_cta(const pk_step_params &params, uint8_t *smem, int team, int rank)
         : params(params), args(params.args), smem(smem), at(params.at), team(team), rank(rank)
@@ -63,7 +61,7 @@ struct step_cta {
     __device__ int cta() const { return team * STEP_RANKS + rank; }
     __device__ int num_ctas() const { return args.kv_heads * STEP_RANKS; }
     __device__ int group() const { return args.q_heads / args.kv_heads; }
-    __device__ const pk_step_layer &its() const { return ((const pk_step_layer *)(smem + at.table))[layer]; }
+    __device__ const pk_step_layer &its() const { return ((const pk_step_layer *)(smem + at.table))[half / 2]; }
     __device__ step_item &item(int row) const { return ((step_item *)(smem + at.items))[row]; }
     __device__ float *sums(int turn) const
     {
@@ -72,7 +70,8 @@ struct step_cta {
     __device__ uint32_t ring() const { return smem_address(smem + at.ring); }
     __device__ uint32_t barriers() const { return smem_address(smem + at.barriers); } /* full, empty, mails */
     __device__ uint32_t mail_barrier(int kind) const { return barriers() + (2 * params.num_stages + kind) * 8; }
-    __device__ uint32_t epoch() const { return base + 2 * layer; } /* of x before the layer; after attention 1 more */
+    __device__ uint32_t epoch() const { return base + half; } /* of x before it */
+    __device__ bool is_end() const { return half == 2 * args.num_layers; }
     __device__ __forceinline__ step_phase part(int phase) const
     {
         step_phase its = params.phases[phase];
@@ -96,6 +95,18 @@ struct step_cta {
 __device__ __forceinline__ float2 step_pair(uint32_t bits)
 {
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+/* Waits for a stage of the ring, which depends on no other CTA. Should it never come, for a map that is wrong, the step
+ * counts as failed, and nothing is waited for long. */
+__device__ __forceinline__ void step_wait_ring(const step_cta &cta, uint32_t barrier, uint32_t parity)
+{
+    uint32_t *head = cta.params.words.head;
+    for (int looks = 1; !step_is_over(barrier, parity); looks++) {
+        if (looks & 255) continue;
+        if (looks == 1 << 22) head[2] = 64 << 16 | blockIdx.x, head[1] = 2;
+        if (*(volatile uint32_t *)&head[1] == 2) break;
+    }
 }
 
 /* A warp's patience. Once it has run out, or another CTA's has, nothing is waited for: the kernel goes on to its end with
@@ -133,7 +144,8 @@ struct step_waiter {
     /* By a whole warp: each lane has COUNT pairs of neighbouring words, of which it wants those that `is_wanted` has a bit
      * for. */
     template <int COUNT, typename Place>
-    __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what, Place place)
+    __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what,
+                                          Place place)
     {
         ulonglong2 words[COUNT];
         uint32_t looks = 0;
@@ -154,7 +166,8 @@ struct step_waiter {
     }
     /* The same of sums with tags: every lane has two neighbours of COUNT teams, or of the first ones. */
     template <typename Place>
-    __device__ __forceinline__ void fetch_sums(uint2 (&data)[STEP_TEAMS], int count, uint32_t epoch, int what, Place place)
+    __device__ __forceinline__ void fetch_sums(uint2 (&data)[STEP_TEAMS], int count, uint32_t epoch, int what,
+                                               Place place)
     {
         uint32_t looks = 0, since = 0, wrong;
         do {

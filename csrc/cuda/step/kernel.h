@@ -18,8 +18,7 @@ __device__ __forceinline__ void step_begin(const step_cta &cta)
     else if (thread < 2 * num_stages + STEP_MAILS) {
         const int kind = thread - 2 * num_stages;
         sm90::barrier_init(cta.mail_barrier(kind), IS_CLUSTER ? 1 : STEP_FETCHERS);
-        if (IS_CLUSTER)
-            sm90::barrier_arrive_expect(cta.mail_barrier(kind), step_letters<IS_CLUSTER>::bytes(cta, kind));
+        if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), step_letters<IS_CLUSTER>::bytes(cta, kind));
     }
     sm90::barrier_init_fence();
     const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;
@@ -55,18 +54,17 @@ __device__ __forceinline__ void step_consume(step_cta &cta)
     step_read_rows<ROWS>(cta);
     /* One place in the code for products of a kind: the CTA's instructions should stay in their cache. */
 #pragma unroll 1
-    for (int half = 0;; half ^= 1) {
-        const bool is_head = cta.layer == cta.args.num_layers;
-        if (half == 0 && !is_head) {
+    for (;; cta.half++) {
+        if (cta.half % 2 == 0 && !cta.is_end()) {
             attention.prepare();
             multiplier.template run<true, (QKV_BLOCKS < STEP_PANEL ? QKV_BLOCKS : STEP_PANEL)>(STEP_QKV, MAIL_X);
             attention.run();
         } else {
-            multiplier.template run<true, STEP_PANEL>(is_head ? STEP_HEAD : STEP_GATE_UP, MAIL_X);
-            if (is_head) break;
+            multiplier.template run<true, STEP_PANEL>(cta.is_end() ? STEP_HEAD : STEP_GATE_UP, MAIL_X);
+            if (cta.is_end()) break;
         }
-        multiplier.template run<false, 1>(half ? STEP_DOWN : STEP_O, half ? MAIL_GATED : MAIL_ATTENTION);
-        cta.layer += half;
+        const bool is_first = cta.half % 2 == 0;
+        multiplier.template run<false, 1>(is_first ? STEP_O : STEP_DOWN, is_first ? MAIL_ATTENTION : MAIL_GATED);
     }
 }
 

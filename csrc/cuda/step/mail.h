@@ -109,20 +109,18 @@ struct step_fetcher {
     __device__ void run()
     {
 #pragma unroll 1
-        for (cta.layer = 0; cta.layer < cta.args.num_layers; cta.layer++) {
+        for (;; cta.half++) {
             const uint32_t epoch = cta.epoch();
             fetch(MAIL_X, epoch);
             fetch(MAIL_SQUARES, epoch);
             STEP_MARK(cta, 40 + index);
-            fetch(MAIL_QKV, epoch);
-            fetch(MAIL_PARTS, epoch);
-            fetch(MAIL_ATTENTION, epoch);
-            fetch(MAIL_X, epoch + 1);
-            fetch(MAIL_SQUARES, epoch + 1);
-            fetch(MAIL_GATED, epoch);
+            if (cta.is_end()) break;
+            if (cta.half % 2 == 0) {
+                fetch(MAIL_QKV, epoch);
+                fetch(MAIL_PARTS, epoch);
+            }
+            fetch(cta.half % 2 == 0 ? MAIL_ATTENTION : MAIL_GATED, epoch);
         }
-        fetch(MAIL_X, cta.epoch());
-        fetch(MAIL_SQUARES, cta.epoch());
     }
 };
 

@@ -38,7 +38,7 @@ static inline int pk_step_smem_limit(bool is_cluster, int smem_per_sm, int smem_
 static inline int64_t pk_step_num_words(const pk_step_args &args)
 {
     const int64_t rows = args.num_rows, teams = args.kv_heads;
-    return 8 + 2 * rows * teams * args.hidden + 2 * rows * teams * STEP_RANKS +
+    return 8 + rows * teams * args.hidden + 2 * rows * teams * STEP_RANKS +
            teams * step_smem(args, STEP_LEAST_STAGES).mail_words;
 }
 
@@ -53,8 +53,8 @@ static inline void pk_step_plan(pk_step_params *params, bool is_cluster, int sme
     params->flags = 0;
     for (int phase = STEP_QKV; phase <= STEP_HEAD; phase++) params->phases[phase] = step_phase(args, phase);
     params->words.head = (uint32_t *)words;
-    params->words.sums = words + 8;
-    params->words.best = params->words.sums + (int64_t)2 * args.num_rows * args.kv_heads * args.hidden;
+    params->words.sums = (uint32_t *)(words + 8);
+    params->words.best = words + 8 + (int64_t)args.num_rows * args.kv_heads * args.hidden;
     params->words.mails = params->words.best + (int64_t)2 * args.num_rows * args.kv_heads * STEP_RANKS;
 }
 

@@ -18,7 +18,9 @@ struct step_multiplier {
     step_ring ring;
     step_turns turns;
 
-    __device__ step_multiplier(step_cta &cta, step_letters<IS_CLUSTER> &letters) : cta(cta), letters(letters), ring(cta) {}
+    __device__ step_multiplier(step_cta &cta, step_letters<IS_CLUSTER> &letters) : cta(cta), letters(letters), ring(cta)
+    {
+    }
 
     __device__ bool is_fenced() const { return !(cta.params.flags & STEP_UNFENCED); }
     /* x of two steps of this warp's inputs of a chunk. Rows of the operand that x has not are those that it has, once more. */
@@ -27,8 +29,8 @@ struct step_multiplier {
     {
         step_load_matrices(x, from + column * ((IS_WIDE ? STEP_WIDE : STEP_NARROW) * 2) + step * 32);
     }
-    __device__ __forceinline__ static void multiply(float (&acc)[4], const uint32_t (&weights)[4], const uint32_t (&x)[4],
-                                                    int step)
+    __device__ __forceinline__ static void multiply(float (&acc)[4], const uint32_t (&weights)[4],
+                                                    const uint32_t (&x)[4], int step)
     {
         step_multiply(acc, weights, {x[step % 2 * 2], x[step % 2 * 2 + 1]});
     }
@@ -49,8 +51,10 @@ struct step_multiplier {
     template <bool IS_WIDE, int BLOCKS>
     __device__ __forceinline__ void run(int phase, int mail)
     {
-        constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS, REST = HELD % BLOCKS; /* columns; blocks of one more */
-        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1; /* sums of a block: products wait for those before */
+        constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS,
+                      REST = HELD % BLOCKS; /* columns; blocks of one more */
+        /* Sums of a block, because a product waits for the one before it. */
+        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS > 2 ? 1 : IS_CLUSTER ? STEP_CHAINS : 2;
         const step_phase part = cta.part(phase);
         const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();
@@ -71,17 +75,18 @@ struct step_multiplier {
                               (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2);
         int panel = 0, blocks = part.blocks_of(0);
         float acc[BLOCKS][CHAINS][4] = {};
-        auto stream = [&](int from, int column) { /* blocks that are still in the ring */
-            uint32_t x[2][4], weights[STEP_STEPS][4];
-            load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
+        auto stream = [&](int from,
+                          int column) { /* blocks that are still in the ring */
+                                        uint32_t x[2][4], weights[STEP_STEPS][4];
+                                        load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
 #pragma unroll
-            for (int block = from; block < BLOCKS; block++) {
-                if (block >= blocks) break;
-                ring.take(weights, place, is_fenced());
+                                        for (int block = from; block < BLOCKS; block++) {
+                                            if (block >= blocks) break;
+                                            ring.take(weights, place, is_fenced());
 #pragma unroll
-                for (int step = 0; step < STEP_STEPS; step++)
-                    multiply(acc[block][step % CHAINS], weights[step], x[step / 2], step);
-            }
+                                            for (int step = 0; step < STEP_STEPS; step++)
+                                                multiply(acc[block][step % CHAINS], weights[step], x[step / 2], step);
+                                        }
         };
 #pragma unroll
         for (int c = 0; c < WHOLE + (REST > 0); c++) {

@@ -2,7 +2,7 @@
 #ifndef PK_CUDA_STEP_PTX_H
 #define PK_CUDA_STEP_PTX_H
 
-#include "cuda/sm90.h"
+#include "cuda/step/step.h"
 
 #ifdef PK_SM90A
 
@@ -30,8 +30,9 @@ __device__ __forceinline__ uint2 step_load_sums(const uint32_t *from)
     asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(from) : "memory");
     return words;
 }
-__device__ __forceinline__ void step_store_sums(uint32_t *to, uint32_t a, uint32_t b)
+__device__ __forceinline__ void step_store_sums(uint32_t *to, float2 sums, uint32_t epoch)
 {
+    const uint32_t a = step_tagged(sums.x, epoch), b = step_tagged(sums.y, epoch);
     asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(b) : "memory");
 }
 __device__ __forceinline__ uint32_t step_now() /* ns, of which four seconds are told apart */
@@ -62,10 +63,10 @@ __device__ __forceinline__ uint32_t step_cluster_rank()
 /* A word into the shared memory of a CTA of the cluster, counted by its barrier. */
 __device__ __forceinline__ void step_send(int rank, uint32_t to, uint32_t barrier, uint32_t word)
 {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                     sm90::address_in(rank, to)),
-                 "r"(word), "r"(sm90::address_in(rank, barrier))
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(sm90::address_in(rank, to)),
+        "r"(word), "r"(sm90::address_in(rank, barrier))
+        : "memory");
 }
 /* Whether a phase has ended; it may sleep a little. */
 __device__ __forceinline__ bool step_is_over(uint32_t barrier, uint32_t parity)

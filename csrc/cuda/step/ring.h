@@ -64,8 +64,8 @@ struct step_walker {
             return at - args.head_row < (uint32_t)args.vocab;
         } else {
             const int octet = i * 2 + half, head = octet / STEP_OCTETS, group = cta.group();
-            const int at_head = head < group ? cta.team * group + head
-                                             : args.q_heads + (head - group) * args.kv_heads + cta.team;
+            const int at_head =
+                head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
             at = row + at_head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
             return head < group + 2;
         }
@@ -93,12 +93,12 @@ struct step_copier {
     }
     __device__ __forceinline__ void make_room()
     {
-        sm90::barrier_wait(empty + slot * 8, turn ^ 1);
+        step_wait_ring(cta, empty + slot * 8, turn ^ 1);
         if (flying < cta.params.in_flight) {
             flying++;
             return;
         }
-        sm90::barrier_wait(full + oldest * 8, oldest_turn);
+        step_wait_ring(cta, full + oldest * 8, oldest_turn);
         if (++oldest == num_stages) oldest = 0, oldest_turn ^= 1;
     }
     __device__ __forceinline__ void copy(const step_walker &walker)
@@ -124,8 +124,7 @@ struct step_copier {
     {
         const uint32_t column = walker.chunk_column();
         const CUtensorMap *map = walker.map();
-        if (walker.is_narrow())
-            return step_prefetch_box(map, walker.row + walker.panel * STEP_NARROW_ROWS, column);
+        if (walker.is_narrow()) return step_prefetch_box(map, walker.row + walker.panel * STEP_NARROW_ROWS, column);
         uint32_t at = 0;
         for (int half = 0; half < 2; half++)
             if (walker.row_of(half, at)) step_prefetch_box(map, at, column);
@@ -154,7 +153,7 @@ struct step_copier {
 /* A consumer's place in the ring. */
 struct step_ring {
     const step_cta &cta;
-    int slot = 0, turn = 0;
+    uint32_t next = 0; /* the slot, and in bit 8 the turn: a register less */
 
     __device__ step_ring(const step_cta &cta) : cta(cta) {}
     /* Where this lane's row of a stage's matrices begins: of its warp's first 16 inputs. */
@@ -171,15 +170,15 @@ struct step_ring {
     /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
     __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place, bool is_fenced)
     {
-        const int num_stages = cta.params.num_stages;
+        const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
-        sm90::barrier_wait(barrier, turn);
+        step_wait_ring(cta, barrier, next >> 8);
 #pragma unroll
         for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
         if (is_fenced) sm90::fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barrier + num_stages * 8);
-        if (++slot == num_stages) slot = 0, turn ^= 1;
+        next = slot + 1 == num_stages ? (next ^ 256) & 256 : next + 1;
     }
 };
 

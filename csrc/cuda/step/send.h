@@ -93,38 +93,24 @@ struct step_sender {
         }
     }
     /* What this CTA adds to x goes to the same rank of all teams; what they add comes from them, in the order of teams. */
-#if STEP_TAG_BITS > 0
-    using word = uint32_t;
-#else
-    using word = uint64_t;
-#endif
-    __device__ __forceinline__ word *place(int half, int row, int team) const
+    __device__ __forceinline__ uint32_t *place(int half, int row, int team) const
     {
-        return (word *)cta.params.words.sums +
+        return cta.params.words.sums +
                ((((int64_t)half * ROWS + row) * STEP_RANKS + cta.rank) * cta.args.kv_heads + team) * size();
     }
-    __device__ __forceinline__ static void leave(word *to, float2 sum, uint32_t epoch)
+    __device__ __forceinline__ void exchange()
     {
-        const uint32_t x = __float_as_uint(sum.x), y = __float_as_uint(sum.y);
-#if STEP_TAG_BITS > 0
-        step_store_sums(to, (x & ~STEP_TAG) | (epoch & STEP_TAG), (y & ~STEP_TAG) | (epoch & STEP_TAG));
-#else
-        step_store_words(to, x, y, epoch);
-#endif
-    }
-    __device__ __forceinline__ void exchange(int half) /* 0: after attention, 1: after the MLP */
-    {
-        const int num_panels = cta.params.phases[STEP_O].blocks, num_teams = cta.args.kv_heads;
-        const bool is_last = half == 1 && cta.layer + 1 == cta.args.num_layers;
-        const uint32_t epoch = cta.epoch() + 1 + half;
+        const int num_panels = cta.params.phases[STEP_O].blocks, num_teams = cta.args.kv_heads, half = cta.half % 2;
+        const uint32_t epoch = cta.epoch() + 1;
+        const bool is_last = cta.half + 1 == 2 * cta.args.num_layers;
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             turns.wait_full();
             if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
             for (int row = 0; row < ROWS; row++) {
-                word *to = place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2;
-                leave(to, total<false>(row, cta.lane * 2), epoch);
+                step_store_sums(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
+                                total<false>(row, cta.lane * 2), epoch);
             }
             turns.give_empty();
             turns.next();
@@ -137,13 +123,8 @@ struct step_sender {
                 const int pair = panel * 32 + cta.lane;
                 const float2 old = step_pair(residual(row)[pair]);
                 uint2 data[STEP_TEAMS];
-                const word *from = place(half, row, 0) + pair * 2;
-                auto of_team = [&](int i) { return from + i * size(); };
-#if STEP_TAG_BITS > 0
-                letters.waiter.fetch_sums(data, num_teams, epoch, 16 + half, of_team);
-#else
-                letters.waiter.fetch(data, (1u << num_teams) - 1, epoch, 16 + half, of_team);
-#endif
+                const uint32_t *from = place(half, row, 0) + pair * 2;
+                letters.waiter.fetch_sums(data, num_teams, epoch, 16 + half, [&](int i) { return from + i * size(); });
                 if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
 #pragma unroll
@@ -155,7 +136,7 @@ struct step_sender {
                 const float2 x = step_pair(bits);
                 square += x.x * x.x + x.y * x.y;
                 if (cta.args.dump && cta.team == 0)
-                    ((uint32_t *)cta.args.dump)[((int64_t)(cta.layer * 2 + half) * ROWS + row) * (cta.args.hidden / 2) +
+                    ((uint32_t *)cta.args.dump)[((int64_t)cta.half * ROWS + row) * (cta.args.hidden / 2) +
                                                 cta.rank * (size() / 2) + pair] = bits;
             }
             send_squares(row, square, epoch);
@@ -201,17 +182,21 @@ struct step_sender {
     __device__ __forceinline__ void send_gated()
     {
         const int blocks = cta.params.phases[STEP_GATE_UP].blocks;
-        finish(STEP_GATE_UP, [&](int panel, int row, int i, float scale) { /* a block: eight gates and their ups */
-            const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
-            if (i >= STEP_PANEL * 4 || block >= blocks) return;
-            const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
-            auto gated = [&](float gate, float up) {
-                using T = __nv_bfloat16;
-                return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) * pk_round<T>(up * scale);
-            };
-            post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
-                        pk_pack_pair<__nv_bfloat16>(gated(gates.x, ups.x), gated(gates.y, ups.y)), cta.epoch());
-        });
+        finish(STEP_GATE_UP,
+               [&](int panel, int row, int i,
+                   float scale) { /* a block: eight gates and their ups */
+                                  const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
+                                  if (i >= STEP_PANEL * 4 || block >= blocks) return;
+                                  const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
+                                  auto gated = [&](float gate, float up) {
+                                      using T = __nv_bfloat16;
+                                      return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) *
+                                             pk_round<T>(up * scale);
+                                  };
+                                  post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
+                                              pk_pack_pair<__nv_bfloat16>(gated(gates.x, ups.x), gated(gates.y, ups.y)),
+                                              cta.epoch());
+               });
     }
 
     // --- attention: a rank's dimensions of each head, of what the ranks have of all keys
@@ -225,8 +210,8 @@ struct step_sender {
 #pragma unroll 1
         for (int first = 0; first < ROWS * DIMS; first += 32) {
             const int i = first + cta.lane, row = min(i / DIMS, ROWS - 1), dim = i % DIMS, head = dim / STEP_DIMS;
-            const float *lines = parts + row * (DIMS + 2 * GROUP) * STEP_PARTS, *ends = lines + (DIMS + 2 * head) * STEP_PARTS,
-                        *values = lines + dim * STEP_PARTS;
+            const float *lines = parts + row * (DIMS + 2 * GROUP) * STEP_PARTS,
+                        *ends = lines + (DIMS + 2 * head) * STEP_PARTS, *values = lines + dim * STEP_PARTS;
             float4 most[STEP_RANKS / 4];
             float top = -1e30f, total = 0, value = 0;
 #pragma unroll
@@ -236,7 +221,8 @@ struct step_sender {
             }
 #pragma unroll
             for (int j = 0; j < STEP_RANKS / 4; j++) {
-                const float4 sums = *(const float4 *)(ends + STEP_PARTS + j * 4), some = *(const float4 *)(values + j * 4);
+                const float4 sums = *(const float4 *)(ends + STEP_PARTS + j * 4),
+                             some = *(const float4 *)(values + j * 4);
                 const float4 fade = {step_exp2(most[j].x - top), step_exp2(most[j].y - top), step_exp2(most[j].z - top),
                                      step_exp2(most[j].w - top)};
                 total = fmaf(sums.x, fade.x, fmaf(sums.y, fade.y, fmaf(sums.z, fade.z, fmaf(sums.w, fade.w, total))));
@@ -259,7 +245,8 @@ struct step_sender {
         const pk_sample_row its = pk_sample_row_of(&cta.args.sample, cta.lane);
         asked(cta.lane) = {its.is_valid ? its.temperature : 0, its.position, its.seed_low, its.seed_high, its.is_valid};
     }
-    __device__ __forceinline__ void draw(const step_asked &its, pk_candidate &best, int token, float2 sum, float scale) const
+    __device__ __forceinline__ void draw(const step_asked &its, pk_candidate &best, int token, float2 sum,
+                                         float scale) const
     {
         pk_sample_row asked = {};
         asked.temperature = its.temperature, asked.position = its.position;
@@ -335,12 +322,14 @@ struct step_sender {
         send_first();
         read_asked();
 #pragma unroll 1
-        for (cta.layer = 0; cta.layer < cta.args.num_layers; cta.layer++) {
-            send_qkv();
-            merge_attention();
-            exchange(0);
-            send_gated();
-            exchange(1);
+        for (; !cta.is_end(); cta.half++) {
+            if (cta.half % 2 == 0) {
+                send_qkv();
+                merge_attention();
+            } else {
+                send_gated();
+            }
+            exchange();
         }
         draw_all();
         take_tokens();

@@ -28,8 +28,8 @@
 #ifndef STEP_HOLD
 #define STEP_HOLD 4 /* wide chunks that a consumer of a cluster keeps in registers, with one row */
 #endif
-#ifndef STEP_TAG_BITS
-#define STEP_TAG_BITS 4 /* of a sum between teams that say when it was written, its last ones; 0: a word beside it does */
+#ifndef STEP_CHAINS
+#define STEP_CHAINS 1 /* sums of each of its blocks; with 2 it can hold 3 chunks */
 #endif
 enum {
     STEP_ROWS = 4, /* at most */
@@ -37,14 +37,15 @@ enum {
     STEP_HEAD_DIM = 128,
     STEP_DIMS = STEP_HEAD_DIM / STEP_RANKS, /* of a head: a rank's */
     STEP_OCTETS = STEP_DIMS / 8,
-    STEP_CONSUMERS = 8,                         /* warps that multiply and attend */
-    STEP_COPIER = STEP_CONSUMERS, STEP_SENDER,  /* a warp each */
-    STEP_FETCHER,                               /* where teams are not clusters: so many warps */
+    STEP_CONSUMERS = 8, /* warps that multiply and attend */
+    STEP_COPIER = STEP_CONSUMERS,
+    STEP_SENDER,  /* a warp each */
+    STEP_FETCHER, /* where teams are not clusters: so many warps */
     STEP_FETCHERS = 2,
-    STEP_STAGE = 16 << 10, /* bytes of the ring: a chunk, */
-    STEP_WIDE = 512,       /* of 16 rows and so many inputs, which the warps share, or */
-    STEP_NARROW = 128,     /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
-    STEP_COLUMNS = 64,     /* inputs of a warp in a chunk, */
+    STEP_STAGE = 16 << 10,          /* bytes of the ring: a chunk, */
+    STEP_WIDE = 512,                /* of 16 rows and so many inputs, which the warps share, or */
+    STEP_NARROW = 128,              /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
+    STEP_COLUMNS = 64,              /* inputs of a warp in a chunk, */
     STEP_STEPS = STEP_COLUMNS / 16, /* steps of the matrix instruction */
     STEP_PANEL = 3,                 /* wide blocks whose sums meet at once */
     STEP_WIDE_SUMS = STEP_PANEL * 16 + 4,
@@ -86,10 +87,10 @@ struct pk_step_args {
 
 /* Words in global memory; see pk_step_plan. */
 struct pk_step_words {
-    uint64_t *sums;  /* [2][rows][ranks][teams][hidden / ranks] */
+    uint32_t *sums;  /* [2][rows][ranks][teams][hidden / ranks], tagged */
     uint64_t *best;  /* [rows][ctas][2] */
     uint64_t *mails; /* [teams][mail_words] */
-    uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up, [2] who, [3] steps so far */
+    uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up (2: its ring), [2] who, [3] steps so far */
 };
 
 /* Of one kind, in shared memory at `smem`: lines of words of 4 bytes. In a team's words it begins at `area`. */
@@ -126,7 +127,8 @@ struct step_smem {
         box(MAIL_PARTS, rows * (dims + 2 * group), STEP_RANKS, STEP_PARTS);
         box(MAIL_ATTENTION, rows, group * STEP_HEAD_DIM / 2, group * STEP_HEAD_DIM / 2 + 4);
         box(MAIL_GATED, rows, args.ffn / args.kv_heads / 2, args.ffn / args.kv_heads / 2 + 4);
-        const int sum_bytes = 2 * sums_words(rows) * 4, state_bytes = STEP_CONSUMERS * group * (STEP_HEAD_DIM + STEP_ENDS) * 4;
+        const int sum_bytes = 2 * sums_words(rows) * 4,
+                  state_bytes = STEP_CONSUMERS * group * (STEP_HEAD_DIM + STEP_ENDS) * 4;
         sums = take(sum_bytes > state_bytes ? sum_bytes : state_bytes); /* states lie there, too: attend.h */
         table = take(args.num_layers * (int)sizeof(pk_step_layer));
         items = take(rows * 16);
@@ -137,7 +139,10 @@ struct step_smem {
         barriers = take((2 * num_stages + STEP_MAILS) * 8);
         bytes = at;
     }
-    __host__ __device__ static int sums_words(int rows) { return rows * STEP_CONSUMERS * STEP_WIDE_SUMS; } /* of a turn */
+    __host__ __device__ static int sums_words(int rows)
+    {
+        return rows * STEP_CONSUMERS * STEP_WIDE_SUMS;
+    } /* of a turn */
 };
 
 // --- how the work is divided
@@ -178,14 +183,21 @@ struct pk_step_params {
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */
 
+/* A sum between teams says in its last bits when it was written. They are masked before it is added to anything. */
+enum { STEP_TAG = 15 };
+__device__ static inline uint32_t step_tagged(float x, uint32_t epoch)
+{
+    return (__float_as_uint(x) & ~STEP_TAG) | (epoch & STEP_TAG);
+}
+
 #ifdef STEP_TRACE
 __device__ uint32_t *step_trace; /* [layers + 1][64] clocks of one CTA */
-#define STEP_MARK(cta, i)                                                                               \
-    do {                                                                                                \
-        uint32_t clock_;                                                                                \
-        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                                   \
-        if (blockIdx.x == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp >= STEP_SENDER))      \
-            step_trace[(cta).layer * 64 + (i)] = clock_;                                                \
+#define STEP_MARK(cta, i)                                                                          \
+    do {                                                                                           \
+        uint32_t clock_;                                                                           \
+        asm volatile("mov.u32 %0, %clock;" : "=r"(clock_)::"memory");                              \
+        if (blockIdx.x == 37 && (cta).lane == 0 && ((cta).warp == 0 || (cta).warp >= STEP_SENDER)) \
+            step_trace[(cta).half / 2 * 64 + (i)] = clock_;                                        \
     } while (0)
 #else
 #define STEP_MARK(cta, i)

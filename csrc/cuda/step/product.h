@@ -48,6 +48,27 @@ struct step_multiplier {
             to[0] = acc[e], to[8] = acc[2 + e];
         }
     }
+    /* Blocks of a column of chunks that are still in the ring, from number FROM on. */
+    template <bool IS_WIDE, int FROM, int BLOCKS, int CHAINS>
+    __device__ __forceinline__ void stream(float (&acc)[BLOCKS][CHAINS][4], uint32_t place, uint32_t x_at, int column,
+                                           int blocks)
+    {
+        uint32_t x[2][4], weights[BLOCKS - FROM][STEP_STEPS][4];
+#pragma unroll
+        for (int block = FROM; block < BLOCKS; block++) {
+            if (block < blocks) {
+                ring.take(weights[block - FROM], place, is_fenced());
+            } else {
+                for (int i = 0; i < STEP_STEPS * 4; i++) weights[block - FROM][i / 4][i % 4] = 0;
+            }
+        }
+        load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
+#pragma unroll
+        for (int step = 0; step < STEP_STEPS; step++)
+#pragma unroll
+            for (int block = FROM; block < BLOCKS; block++) /* nobody reads the sums of those that are not there */
+                multiply(acc[block][step % CHAINS], weights[block - FROM][step], x[step / 2], step);
+    }
     template <bool IS_WIDE, int BLOCKS>
     __device__ __forceinline__ void run(int phase, int mail)
     {
@@ -75,19 +96,6 @@ struct step_multiplier {
                               (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2);
         int panel = 0, blocks = part.blocks_of(0);
         float acc[BLOCKS][CHAINS][4] = {};
-        auto stream = [&](int from,
-                          int column) { /* blocks that are still in the ring */
-                                        uint32_t x[2][4], weights[STEP_STEPS][4];
-                                        load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
-#pragma unroll
-                                        for (int block = from; block < BLOCKS; block++) {
-                                            if (block >= blocks) break;
-                                            ring.take(weights, place, is_fenced());
-#pragma unroll
-                                            for (int step = 0; step < STEP_STEPS; step++)
-                                                multiply(acc[block][step % CHAINS], weights[step], x[step / 2], step);
-                                        }
-        };
 #pragma unroll
         for (int c = 0; c < WHOLE + (REST > 0); c++) {
             if (c >= columns) continue;
@@ -100,12 +108,13 @@ struct step_multiplier {
                     multiply(acc[block][step % CHAINS], held[c * BLOCKS + block][step], x, step);
             }
         }
-        if (REST > 0 && WHOLE < columns) stream(REST, WHOLE);
+        if constexpr (REST > 0)
+            if (WHOLE < columns) stream<IS_WIDE, REST>(acc, place, x_at, WHOLE, blocks);
         int column = WHOLE + (REST > 0);
 #pragma unroll 1
         for (;;) { /* what is held is of the first panel */
 #pragma unroll 1
-            for (; column < columns; column++) stream(0, column);
+            for (; column < columns; column++) stream<IS_WIDE, 0>(acc, place, x_at, column, blocks);
             turns.wait_empty();
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {

@@ -8,12 +8,6 @@
 
 #ifdef PK_SM90A
 
-struct step_asked { /* of pk_sample_row, what a draw needs; in shared memory */
-    float temperature;
-    uint32_t position, seed_low, seed_high, is_valid;
-};
-static_assert(sizeof(step_asked) <= 32);
-
 template <bool IS_CLUSTER, int ROWS, int GROUP>
 struct step_sender {
     step_cta &cta;
@@ -29,7 +23,7 @@ struct step_sender {
     {
         return (uint32_t *)(cta.smem + cta.at.residual) + row * (size() / 2);
     }
-    __device__ step_asked &asked(int row) const { return ((step_asked *)(cta.smem + cta.at.asked))[row]; }
+    __device__ pk_sample_row &asked(int row) const { return ((pk_sample_row *)(cta.smem + cta.at.asked))[row]; }
     /* Of two neighbouring outputs of a panel. */
     template <bool IS_WIDE>
     __device__ __forceinline__ float2 total(int row, int at) const
@@ -242,15 +236,12 @@ struct step_sender {
     __device__ __forceinline__ void read_asked() const
     {
         if (cta.lane >= ROWS) return;
-        const pk_sample_row its = pk_sample_row_of(&cta.args.sample, cta.lane);
-        asked(cta.lane) = {its.is_valid ? its.temperature : 0, its.position, its.seed_low, its.seed_high, its.is_valid};
+        asked(cta.lane) = pk_sample_row_of(&cta.args.sample, cta.lane);
+        if (!asked(cta.lane).is_valid) asked(cta.lane).temperature = 0;
     }
-    __device__ __forceinline__ void draw(const step_asked &its, pk_candidate &best, int token, float2 sum,
+    __device__ __forceinline__ void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 sum,
                                          float scale) const
     {
-        pk_sample_row asked = {};
-        asked.temperature = its.temperature, asked.position = its.position;
-        asked.seed_low = its.seed_low, asked.seed_high = its.seed_high;
         const float x[2] = {sum.x * scale, sum.y * scale};
         uint32_t block_word = 0;
         pk_words words = {};

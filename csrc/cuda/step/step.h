@@ -135,7 +135,7 @@ struct step_smem {
         angles = take(rows * STEP_HEAD_DIM * 4);
         heads = take(rows * (group + 2) * STEP_HEAD_DIM * 2);
         residual = take(rows * args.hidden / STEP_RANKS * 2);
-        asked = take(rows * 32);
+        asked = take(rows * (int)sizeof(pk_sample_row));
         barriers = take((2 * num_stages + STEP_MAILS) * 8);
         bytes = at;
     }

@@ -1,5 +1,26 @@
 /* bench.cu - the one kernel of a decode step: against its plain twin, its bits, its times. Random weights.
  * bench WHAT MODEL [key=value[,value ...] ...]: see main(). Built by build.sh. */
+#ifdef STEP_TRACE
+#include <stdint.h>
+/* [2][layers + 1][64] clocks of two CTAs, and then of each CTA its SM. */
+__device__ uint32_t *step_trace;
+template <typename Cta>
+__device__ __forceinline__ void step_mark(const Cta &cta, int i)
+{
+    const int size = (cta.args.num_layers + 1) * 64;
+    uint32_t its;
+    if (i == 48)
+        asm volatile("mov.u32 %0, %smid;" : "=r"(its));
+    else
+        asm volatile("mov.u32 %0, %clock;" : "=r"(its)::"memory");
+    if (cta.lane != 0 || (cta.warp > 0 && cta.warp < 9)) return;
+    if (i == 48)
+        step_trace[2 * size + blockIdx.x] = its;
+    else if (blockIdx.x == 37 || blockIdx.x == 125)
+        step_trace[(blockIdx.x == 125) * size + cta.half / 2 * 64 + i] = its;
+}
+#define STEP_MARK(cta, i) step_mark(cta, i)
+#endif
 #include "cuda/step/kernel.h"
 #include "cuda/step/plan.h"
 #include "twin.h"
@@ -123,10 +144,10 @@ static kernel_type kernel_of(bool is_cluster, int rows, int group, bool is_fp8)
     K(true, 1, 2)
     K(true, 1, 4)
 #ifndef STEP_FEW
-        K(true, 2, 2) K(true, 4, 2) K8(true, 1, 2) K(false, 1, 2) K(false, 2, 2) K(false, 4, 2) K(false, 1, 4)
-            K8(false, 1, 2)
+    K(true, 2, 2)
+    K(true, 4, 2) K8(true, 1, 2) K(false, 1, 2) K(false, 2, 2) K(false, 4, 2) K(false, 1, 4) K8(false, 1, 2)
 #endif
-                printf("no kernel of %d rows, %d heads here\n", rows, group);
+        printf("no kernel of %d rows, %d heads here\n", rows, group);
     exit(1);
 }
 
@@ -530,15 +551,25 @@ static void print_trace(int layers, bool is_cluster)
                 {"  sender: other teams' there", 34, 33},
                 {"  sender: x sent", 35, 34},
                 {"  fetcher: x there", 40, 14}};
-    auto t = download(the_trace, layers * 64);
-    for (auto &r : rows) {
+    const int size = (layers + 1) * 64;
+    auto t = download(the_trace, 2 * size + 128);
+    std::map<int, std::string> on;
+    for (int i = 0; i < 128; i++) on[t[2 * size + i]] += " " + std::to_string(i / STEP_RANKS);
+    printf("    %d SMs; teams on those that have two:", (int)on.size());
+    for (auto &its : on)
+        if (its.second.size() > 2) printf(" %s,", its.second.c_str() + 1);
+    printf("\n    %-32s %7s %7s\n", "clocks since the event before", "CTA 37", "CTA 125");
+    auto mean = [&](int cta, int at, int from, bool is_of_before) {
         double sum = 0;
-        if (r.at >= 40 && is_cluster) continue;
         for (int l = 4; l < layers; l++)
-            sum += (int32_t)(t[l * 64 + r.at] - t[(r.at == 0 || r.at == 40 ? l - 1 : l) * 64 + r.from]);
-        printf("    %-32s %7.0f\n", r.what, sum / (layers - 4));
-    }
-    printf("    a layer: %.0f clocks\n", (t[(layers - 1) * 64 + 14] - t[3 * 64 + 14]) / (double)(layers - 4));
+            sum += (int32_t)(t[cta * size + l * 64 + at] - t[cta * size + (l - is_of_before) * 64 + from]);
+        return sum / (layers - 4);
+    };
+    for (auto &r : rows)
+        if (r.at < 40 || !is_cluster)
+            printf("    %-32s %7.0f %7.0f\n", r.what, mean(0, r.at, r.from, r.at == 0 || r.at == 40),
+                   mean(1, r.at, r.from, r.at == 0 || r.at == 40));
+    printf("    %-32s %7.0f %7.0f\n", "a layer", mean(0, 14, 14, true), mean(1, 14, 14, true));
 }
 #endif
 
@@ -559,7 +590,7 @@ int main(int argc, char **argv)
     session s(SHAPES.at(argv[2]), *std::max_element(lens.begin(), lens.end()), option("page", "16"),
               option("fp8", "0"));
 #ifdef STEP_TRACE
-    the_trace = dev<uint32_t>((s.m.layers + 1) * 64);
+    the_trace = dev<uint32_t>((s.m.layers + 1) * 128 + 256);
     CK(cudaMemcpyToSymbol(step_trace, &the_trace, sizeof the_trace));
 #endif
     if (what == "missing") return check_missing(s, is_cluster), 0;

@@ -13,33 +13,6 @@
 
 #ifdef PK_SM90A
 
-/* What turns one head of q or k, by a warp: a lane has four dimensions. All of it is read before the head is there. */
-struct step_turner {
-    uint2 norm;
-
-    __device__ __forceinline__ uint2 turn(const step_cta &cta, const float *angles, uint2 bits, bool is_normed) const
-    {
-        using T = __nv_bfloat16;
-        angles += cta.lane % 16 * 4; /* cosines, then sines */
-        const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
-        const float2 a = step_pair(bits.x), b = step_pair(bits.y), low = step_pair(norm.x), high = step_pair(norm.y);
-        const float weights[4] = {low.x, low.y, high.x, high.y}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w},
-                    s[4] = {sine.x, sine.y, sine.z, sine.w};
-        float x[4] = {a.x, a.y, b.x, b.y}, y[4];
-        if (is_normed) {
-            float square = 0;
-            for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
-            const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
-            for (int i = 0; i < 4; i++) x[i] = pk_round<T>(pk_round<T>(x[i] * scale) * weights[i]);
-        }
-        for (int i = 0; i < 4; i++) {
-            const float other = __shfl_xor_sync(~0u, x[i], 16);
-            y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
-        }
-        return {pk_pack_pair<T>(y[0], y[1]), pk_pack_pair<T>(y[2], y[3])};
-    }
-};
-
 template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
 struct step_attention {
     static constexpr int LANES = GROUP <= 2 ? 16 : 32, DIMS = STEP_HEAD_DIM / LANES, PAIRS = DIMS / 2;
@@ -54,7 +27,7 @@ struct step_attention {
     const int lane = cta.lane % LANES, row = cta.warp / WARPS;
     const int first = cta.warp % WARPS * KEYS + cta.lane / LANES; /* key */
     /* of a layer */
-    step_turner turner;
+    uint2 norm;                                /* of this warp's head, four dimensions a lane */
     uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
 
@@ -96,8 +69,7 @@ struct step_attention {
     {
         enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
         const pk_step_layer &its = cta.its();
-        const __nv_bfloat16 *norm = cta.warp % (GROUP + 2) < GROUP ? its.q_norm : its.k_norm;
-        turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
+        read_norm(cta.warp % (GROUP + 2));
         if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD)
             return;
         const pk_step_layer &next = *(&its + 1);
@@ -116,17 +88,20 @@ struct step_attention {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) to[j] = bits.at[j];
     }
-    /* As pairs of bf16, in which every e4m3 is exact. */
+    __device__ __forceinline__ static uint2 widen(uint32_t four) /* of e4m3, each of which is exact in bf16 */
+    {
+        const uint2 halves = fp8_to_f16(four);
+        const float2 a = __half22float2(*(const __half2 *)&halves.x), b = __half22float2(*(const __half2 *)&halves.y);
+        return {pk_pack_pair<__nv_bfloat16>(a.x, a.y), pk_pack_pair<__nv_bfloat16>(b.x, b.y)};
+    }
+    /* As pairs of bf16. */
     __device__ __forceinline__ static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
     {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             if constexpr (IS_FP8) {
-                const uint2 halves = fp8_to_f16(from[i]);
-                const float2 low = __half22float2(*(const __half2 *)&halves.x),
-                             high = __half22float2(*(const __half2 *)&halves.y);
-                to[2 * i] = pk_pack_pair<__nv_bfloat16>(low.x, low.y),
-                       to[2 * i + 1] = pk_pack_pair<__nv_bfloat16>(high.x, high.y);
+                const uint2 pairs = widen(from[i]);
+                to[2 * i] = pairs.x, to[2 * i + 1] = pairs.y;
             } else {
                 to[i] = from[i];
             }
@@ -201,36 +176,49 @@ struct step_attention {
         }
         return is_high ? DIMS / 2 : 0;
     }
+    __device__ __forceinline__ void read_norm(int head)
+    {
+        const __nv_bfloat16 *from = head < GROUP ? cta.its().q_norm : cta.its().k_norm;
+        norm = from ? *(const uint2 *)(from + cta.lane * 4) : uint2{};
+    }
+    /* One head of q or k, by a warp: normed, and turned by its position. */
+    __device__ __forceinline__ uint2 turn(int row, uint2 bits) const
+    {
+        using T = __nv_bfloat16;
+        const float *angles = (const float *)(cta.smem + cta.at.angles) + row * STEP_HEAD_DIM + cta.lane % 16 * 4;
+        const float4 cosine = *(const float4 *)angles, sine = *(const float4 *)(angles + STEP_HEAD_DIM / 2);
+        const float2 a = step_pair(bits.x), b = step_pair(bits.y), low = step_pair(norm.x), high = step_pair(norm.y);
+        const float weights[4] = {low.x, low.y, high.x, high.y}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w},
+                    s[4] = {sine.x, sine.y, sine.z, sine.w};
+        float x[4] = {a.x, a.y, b.x, b.y}, y[4];
+        if (cta.its().q_norm) {
+            float square = 0;
+            for (int i = 0; i < 4; i++) square = fmaf(x[i], x[i], square);
+            const float scale = rsqrtf(fmaf(pk_sum_over_warp(square), 1.0f / STEP_HEAD_DIM, cta.args.eps));
+            for (int i = 0; i < 4; i++) x[i] = pk_round<T>(pk_round<T>(x[i] * scale) * weights[i]);
+        }
+        for (int i = 0; i < 4; i++) {
+            const float other = __shfl_xor_sync(~0u, x[i], 16);
+            y[i] = fmaf(x[i], c[i], cta.lane < 16 ? -(other * s[i]) : other * s[i]);
+        }
+        return {pk_pack_pair<T>(y[0], y[1]), pk_pack_pair<T>(y[2], y[3])};
+    }
     /* Heads of q to shared memory, and of the rows' own keys and values, which also go to the cache. */
     __device__ __forceinline__ void make_heads()
     {
+        const pk_step_args &args = cta.args;
 #pragma unroll 1
         for (int i = cta.warp; i < ROWS * (GROUP + 2); i += STEP_CONSUMERS) {
             const int row = i / (GROUP + 2), head = i % (GROUP + 2);
             if (head >= GROUP && !cta.item(row).has_new) continue;
-            if (i >= STEP_CONSUMERS) {
-                const pk_step_layer &its = cta.its();
-                const __nv_bfloat16 *norm = head < GROUP ? its.q_norm : its.k_norm;
-                turner.norm = norm ? *(const uint2 *)(norm + cta.lane * 4) : uint2{};
-            }
-            make_head(row, head);
+            if (i >= STEP_CONSUMERS) read_norm(head);
+            const uint8_t *from = cta.smem + cta.at.mails[MAIL_QKV].smem;
+            uint2 bits = ((const uint2 *)from)[i * 32 + cta.lane];
+            if (head <= GROUP) bits = turn(row, bits);
+            if (head == GROUP) store((CACHE *)cta.its().k_cache, args.k_strides, args.k_scale, row, bits);
+            if (head > GROUP) store((CACHE *)cta.its().v_cache, args.v_strides, args.v_scale, row, bits);
+            *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
         }
-    }
-    __device__ __forceinline__ void make_head(int row, int head)
-    {
-        const pk_step_layer &its = cta.its();
-        const uint32_t *from = (const uint32_t *)(cta.smem + cta.at.mails[MAIL_QKV].smem) +
-                               (row * (GROUP + 2) + head) * (STEP_HEAD_DIM / 2) + cta.lane * 2;
-        uint2 bits = *(const uint2 *)from;
-        const float *angles = (const float *)(cta.smem + cta.at.angles) + row * STEP_HEAD_DIM;
-        if (head <= GROUP) bits = turner.turn(cta, angles, bits, its.q_norm != nullptr);
-        if (head >= GROUP) {
-            const bool is_key = head == GROUP;
-            const pk_cache_strides &strides = is_key ? cta.args.k_strides : cta.args.v_strides;
-            store((CACHE *)(is_key ? its.k_cache : its.v_cache), strides, is_key ? cta.args.k_scale : cta.args.v_scale,
-                  row, bits);
-        }
-        *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
     }
     /* To the token's slot; of fp8 `bits` are then what was stored. */
     __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale,
@@ -248,12 +236,9 @@ struct step_attention {
                 return (uint32_t)__nv_cvt_float2_to_fp8x2({divisor.divide(x.x), divisor.divide(x.y)}, __NV_SATFINITE,
                                                           __NV_E4M3);
             };
-            const uint32_t four[1] = {stored(low) | stored(high) << 16};
-            if (has_slot) *(uint32_t *)cache = four[0];
-            const uint2 halves = fp8_to_f16(four[0]);
-            const float2 a = __half22float2(*(const __half2 *)&halves.x),
-                         b = __half22float2(*(const __half2 *)&halves.y);
-            bits = {pk_pack_pair<__nv_bfloat16>(a.x, a.y), pk_pack_pair<__nv_bfloat16>(b.x, b.y)};
+            const uint32_t four = stored(low) | stored(high) << 16;
+            if (has_slot) *(uint32_t *)cache = four;
+            bits = widen(four);
         } else {
             if (has_slot) *(uint2 *)cache = bits;
         }
@@ -330,21 +315,22 @@ struct step_attention {
     {
         const step_post<IS_CLUSTER> post(cta);
         const uint32_t epoch = cta.epoch();
-        constexpr int LINES =
-            GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads, then maximum and sum of each head */
+        constexpr int LINES = GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads; maximum and sum of each head */
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * GROUP * STEP_HEAD_DIM; i += STEP_CONSUMING) { /* a warp has one head */
             const int row = i / (GROUP * STEP_HEAD_DIM), h = i / STEP_HEAD_DIM % GROUP, dim = i % STEP_HEAD_DIM;
             const int num_warps = min(WARPS, (cta.item(row).count + KEYS - 1) / KEYS);
-            const float *most = ends(row, h), *sums = most + STEP_CONSUMERS;
+            using of_warps = pk_vec<float, WARPS>;
+            const of_warps most = *(const of_warps *)ends(row, h),
+                           sums = *(const of_warps *)(ends(row, h) + STEP_CONSUMERS);
             float top = LOWEST, total = 0, value = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) top = fmaxf(top, w < num_warps ? most[w] : LOWEST);
+            for (int w = 0; w < WARPS; w++) top = fmaxf(top, w < num_warps ? most.at[w] : LOWEST);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float fade = step_exp2(most[w] - top);
+                const float fade = step_exp2(most.at[w] - top);
                 if (w < num_warps)
-                    total = fmaf(sums[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
+                    total = fmaf(sums.at[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
             }
             if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
             const int line = row * LINES, ends = line + GROUP * STEP_DIMS + 2 * h;

@@ -310,6 +310,7 @@ struct step_sender {
     }
     __device__ void run()
     {
+        STEP_MARK(cta, 48);
         send_first();
         read_asked();
 #pragma unroll 1

@@ -52,24 +52,31 @@ struct step_walker {
     {
         return first + column * ((is_narrow() ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS);
     }
-    /* The weight row of eight rows of a wide block (half 0 or 1), or false: there are none. */
-    __device__ __forceinline__ bool row_of(int half, uint32_t &at) const
+    /* The first rows of a chunk's boxes, and how many boxes it has: of 64 rows one, of eight two; or one, where rows end. */
+    __device__ __forceinline__ int rows_of(uint32_t (&rows)[2]) const
     {
         const pk_step_args &args = cta.args;
-        const int i = panel * part.per_panel + block;
-        if (phase == STEP_GATE_UP) {
-            at = row + i * 8 + half * args.ffn;
-        } else if (phase == STEP_HEAD) {
-            at = row + i * 16 + half * 8;
-            return at - args.head_row < (uint32_t)args.vocab;
-        } else {
-            const int octet = i * 2 + half, head = octet / STEP_OCTETS, group = cta.group();
-            const int at_head =
-                head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
-            at = row + at_head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
-            return head < group + 2;
+        const int i = panel * part.per_panel + block, group = cta.group();
+        if (is_narrow()) {
+            rows[0] = row + panel * STEP_NARROW_ROWS;
+            return 1;
         }
-        return true;
+        bool is_there = true;
+        for (int half = 0; half < 2; half++) {
+            const int octet = i * 2 + half, head = octet / STEP_OCTETS; /* of q k v */
+            if (phase == STEP_GATE_UP) {
+                rows[half] = row + i * 8 + half * args.ffn;
+            } else if (phase == STEP_HEAD) {
+                rows[half] = row + octet * 8;
+                is_there = rows[half] - args.head_row < (uint32_t)args.vocab;
+            } else {
+                const int at_head =
+                    head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
+                rows[half] = row + at_head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
+                is_there = head < group + 2;
+            }
+        }
+        return is_there ? 2 : 1;
     }
 };
 
@@ -104,30 +111,20 @@ struct step_copier {
     __device__ __forceinline__ void copy(const step_walker &walker)
     {
         const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8, column = walker.chunk_column();
-        const CUtensorMap *map = walker.map();
-        if (walker.is_narrow()) {
-            make_room();
-            sm90::barrier_arrive_expect(barrier, STEP_STAGE);
-            step_copy_box(to, map, barrier, walker.row + walker.panel * STEP_NARROW_ROWS, column, policy);
-        } else {
-            uint32_t low = 0, high = 0;
-            walker.row_of(0, low);
-            const bool has_high = walker.row_of(1, high);
-            make_room();
-            sm90::barrier_arrive_expect(barrier, has_high ? STEP_STAGE : STEP_STAGE / 2);
-            step_copy_box(to, map, barrier, low, column, policy);
-            if (has_high) step_copy_box(to + STEP_STAGE / 2, map, barrier, high, column, policy);
-        }
+        uint32_t rows[2];
+        const int count = walker.rows_of(rows);
+        make_room();
+        sm90::barrier_arrive_expect(barrier, walker.is_narrow() ? (int)STEP_STAGE : count * (STEP_STAGE / 2));
+        step_copy_box(to, walker.map(), barrier, rows[0], column, policy);
+        if (count == 2) step_copy_box(to + STEP_STAGE / 2, walker.map(), barrier, rows[1], column, policy);
         if (++slot == num_stages) slot = 0, turn ^= 1;
     }
     __device__ __forceinline__ void prefetch(const step_walker &walker) const
     {
-        const uint32_t column = walker.chunk_column();
-        const CUtensorMap *map = walker.map();
-        if (walker.is_narrow()) return step_prefetch_box(map, walker.row + walker.panel * STEP_NARROW_ROWS, column);
-        uint32_t at = 0;
-        for (int half = 0; half < 2; half++)
-            if (walker.row_of(half, at)) step_prefetch_box(map, at, column);
+        uint32_t rows[2];
+        const int count = walker.rows_of(rows);
+        step_prefetch_box(walker.map(), rows[0], walker.chunk_column());
+        if (count == 2) step_prefetch_box(walker.map(), rows[1], walker.chunk_column());
     }
     __device__ __forceinline__ void run()
     {

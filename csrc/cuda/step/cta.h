@@ -61,7 +61,9 @@ struct step_cta {
     __device__ int cta() const { return team * STEP_RANKS + rank; }
     __device__ int num_ctas() const { return args.kv_heads * STEP_RANKS; }
     __device__ int group() const { return args.q_heads / args.kv_heads; }
-    __device__ const pk_step_layer &its() const { return ((const pk_step_layer *)(smem + at.table))[half / 2]; }
+    __device__ const pk_step_layer *layers() const { return (const pk_step_layer *)(smem + at.table); }
+    __device__ const pk_step_layer &its() const { return layers()[half / 2]; }
+    __device__ struct step_chunk *chunks() const { return (struct step_chunk *)(smem + at.chunks); }
     __device__ step_item &item(int row) const { return ((step_item *)(smem + at.items))[row]; }
     __device__ float *sums(int turn) const
     {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         step_consume<IS_CLUSTER, ROWS, GROUP, CACHE>(cta); /* sends after all have sent to it */
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_COPIER) {
-        if (cta.lane == 0) step_copier<IS_CLUSTER>(cta).run();
+        step_copier<IS_CLUSTER>(cta).run();
         __syncwarp();
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_SENDER) {

@@ -49,7 +49,8 @@ static inline void pk_step_plan(pk_step_params *params, bool is_cluster, int sme
     int num_stages = STEP_MOST_STAGES;
     while (step_smem(args, num_stages).bytes > smem_bytes) num_stages--;
     params->num_stages = num_stages, params->at = step_smem(args, num_stages);
-    params->in_flight = 3, params->prefetch = is_cluster ? 0 : 8; /* the probe's */
+    params->num_chunks = step_num_chunks(args), params->in_flight = 3,
+    params->prefetch = is_cluster ? 0 : 8; /* the probe's */
     params->flags = 0;
     for (int phase = STEP_QKV; phase <= STEP_HEAD; phase++) params->phases[phase] = step_phase(args, phase);
     params->words.head = (uint32_t *)words;

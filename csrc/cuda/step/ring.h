@@ -6,81 +6,73 @@
 
 #ifdef PK_SM90A
 
-/* A CTA's chunks in the order in which they are used: by panel, chunk of inputs, block. */
-struct step_walker {
-    const step_cta &cta;
-    int layer = 0, phase = STEP_QKV, panel = 0, column = 0, block = 0;
-    step_phase part;
-    uint32_t row, first; /* of the map: of the phase's weight; its first column of 64 inputs */
-    bool is_done = false;
+/* A chunk's boxes: of 64 rows one, of eight two; or one, where rows end (NO_ROW). Rows and columns (of 64 inputs) count
+ * from the beginning of the weight. */
+struct step_chunk {
+    enum : uint32_t { NO_ROW = ~0u };
+    uint32_t rows[2], column;
+    int phase;
 
-    __device__ step_walker(const step_cta &cta) : cta(cta) { enter(); }
-    __device__ __forceinline__ void enter()
+    __device__ bool is_narrow() const { return phase == STEP_O || phase == STEP_DOWN; }
+    __device__ step_chunk(const step_cta &cta, int phase, int panel, int column_chunk, int block) : phase(phase)
     {
         const pk_step_args &args = cta.args;
-        part = cta.part(phase);
-        const pk_step_layer &its = ((const pk_step_layer *)(cta.smem + cta.at.table))[layer];
-        row = args.head_row, first = args.head_column;
-        if (phase != STEP_HEAD) row = its.row[phase], first = its.column[phase];
-        if (phase == STEP_O) first += cta.team * cta.group() * (STEP_HEAD_DIM / STEP_COLUMNS);
-        if (phase == STEP_DOWN) first += cta.team * (args.ffn / args.kv_heads / STEP_COLUMNS);
-        if (phase == STEP_O || phase == STEP_DOWN) row += cta.rank * (args.hidden / STEP_RANKS);
-        if (phase == STEP_GATE_UP) row += cta.cta() * part.blocks * 8;
-        if (phase == STEP_HEAD) row += step_phase::first_of_head(args, cta.cta()) * 16;
-    }
-    __device__ __forceinline__ void next()
-    {
-        if (++block < part.blocks_of(panel)) return;
-        block = 0;
-        if (++column < part.columns) return;
-        column = 0;
-        if (++panel < part.panels) return;
-        panel = 0;
-        if (phase == STEP_HEAD) {
-            is_done = true;
+        const int group = cta.group(), i = panel * STEP_PANEL + block;
+        column = column_chunk * ((is_narrow() ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS);
+        if (is_narrow()) {
+            rows[0] = cta.rank * (args.hidden / STEP_RANKS) + panel * STEP_NARROW_ROWS, rows[1] = NO_ROW;
+            column += cta.team * (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / args.kv_heads) / STEP_COLUMNS;
             return;
         }
-        if (++phase == STEP_HEAD && layer + 1 < cta.args.num_layers) phase = STEP_QKV, layer++;
-        enter();
-    }
-    __device__ bool is_narrow() const { return phase == STEP_O || phase == STEP_DOWN; }
-    __device__ const CUtensorMap *map() const
-    {
-        return &cta.params.maps[phase == STEP_O ? 1 : phase == STEP_DOWN ? 2 : 0];
-    }
-    __device__ uint32_t chunk_column() const
-    {
-        return first + column * ((is_narrow() ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS);
-    }
-    /* The first rows of a chunk's boxes, and how many boxes it has: of 64 rows one, of eight two; or one, where rows end. */
-    __device__ __forceinline__ int rows_of(uint32_t (&rows)[2]) const
-    {
-        const pk_step_args &args = cta.args;
-        const int i = panel * part.per_panel + block, group = cta.group();
-        if (is_narrow()) {
-            rows[0] = row + panel * STEP_NARROW_ROWS;
-            return 1;
-        }
-        bool is_there = true;
         for (int half = 0; half < 2; half++) {
             const int octet = i * 2 + half, head = octet / STEP_OCTETS; /* of q k v */
-            if (phase == STEP_GATE_UP) {
-                rows[half] = row + i * 8 + half * args.ffn;
-            } else if (phase == STEP_HEAD) {
-                rows[half] = row + octet * 8;
-                is_there = rows[half] - args.head_row < (uint32_t)args.vocab;
-            } else {
-                const int at_head =
-                    head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
-                rows[half] = row + at_head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
-                is_there = head < group + 2;
-            }
+            const int at =
+                head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
+            uint32_t row = at * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
+            if (phase == STEP_GATE_UP) row = (cta.cta() * cta.params.phases[phase].blocks + i) * 8 + half * args.ffn;
+            if (phase == STEP_HEAD) row = (step_phase::first_of_head(args, cta.cta()) * 2 + octet) * 8;
+            const bool is_there =
+                phase == STEP_HEAD ? row < (uint32_t)args.vocab : phase != STEP_QKV || head < group + 2;
+            rows[half] = is_there ? row : (uint32_t)NO_ROW;
         }
-        return is_there ? 2 : 1;
     }
 };
 
-/* By one thread. At most in_flight copies are under way: other CTAs' words would wait behind them. */
+/* Where the copier is: in the chunks of a layer, which are listed, or in the head's. */
+struct step_cursor {
+    const step_cta &cta;
+    const int num_chunks = cta.params.num_chunks;
+    const step_phase head;
+    int layer = 0, i = 0, panel = 0, column = 0, block = 0;
+
+    __device__ step_cursor(const step_cta &cta) : cta(cta), head(cta.part(STEP_HEAD)) {}
+    __device__ bool is_end() const { return panel == head.panels; }
+    __device__ __forceinline__ void next()
+    {
+        if (layer < cta.args.num_layers) {
+            if (++i == num_chunks) i = 0, layer++;
+        } else if (++block == head.blocks_of(panel)) {
+            block = 0;
+            if (++column == head.columns) column = 0, panel++;
+        }
+    }
+    __device__ __forceinline__ step_chunk chunk() const
+    {
+        if (layer == cta.args.num_layers) {
+            step_chunk its(cta, STEP_HEAD, panel, column, block);
+            its.column += cta.args.head_column, its.rows[0] += cta.args.head_row;
+            if (its.rows[1] != step_chunk::NO_ROW) its.rows[1] += cta.args.head_row;
+            return its;
+        }
+        step_chunk its = cta.chunks()[i];
+        const pk_step_layer &at = cta.layers()[layer];
+        its.column += at.column[its.phase], its.rows[0] += at.row[its.phase];
+        if (its.rows[1] != step_chunk::NO_ROW) its.rows[1] += at.row[its.phase];
+        return its;
+    }
+};
+
+/* A warp, of which one thread copies. At most in_flight copies are under way: other CTAs' words would wait behind them. */
 template <bool IS_CLUSTER>
 struct step_copier {
     const step_cta &cta;
@@ -98,6 +90,25 @@ struct step_copier {
           num_stages(cta.params.num_stages)
     {
     }
+    /* A layer's chunks in the order in which they are used: by panel, chunk of inputs, block. */
+    __device__ __forceinline__ void list_chunks() const
+    {
+        int first = 0;
+        for (int phase = STEP_QKV; phase < STEP_HEAD; phase++) {
+            const step_phase part = cta.part(phase);
+            const int of_panel = part.per_panel * part.columns;
+            for (int i = cta.lane; i < part.blocks * part.columns; i += 32) {
+                const int panel = i / of_panel, blocks = part.blocks_of(panel), at = i - panel * of_panel;
+                cta.chunks()[first + i] = step_chunk(cta, phase, panel, at / blocks, at % blocks);
+            }
+            first += part.blocks * part.columns;
+        }
+        __syncwarp();
+    }
+    __device__ const CUtensorMap *map(int phase) const
+    {
+        return &cta.params.maps[phase == STEP_O ? 1 : phase == STEP_DOWN ? 2 : 0];
+    }
     __device__ __forceinline__ void make_room()
     {
         step_wait_ring(cta, empty + slot * 8, turn ^ 1);
@@ -108,41 +119,32 @@ struct step_copier {
         step_wait_ring(cta, full + oldest * 8, oldest_turn);
         if (++oldest == num_stages) oldest = 0, oldest_turn ^= 1;
     }
-    __device__ __forceinline__ void copy(const step_walker &walker)
+    __device__ __forceinline__ void copy(const step_chunk &its)
     {
-        const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8, column = walker.chunk_column();
-        uint32_t rows[2];
-        const int count = walker.rows_of(rows);
+        const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8;
+        const bool is_half = !its.is_narrow() && its.rows[1] == step_chunk::NO_ROW;
         make_room();
-        sm90::barrier_arrive_expect(barrier, walker.is_narrow() ? (int)STEP_STAGE : count * (STEP_STAGE / 2));
-        step_copy_box(to, walker.map(), barrier, rows[0], column, policy);
-        if (count == 2) step_copy_box(to + STEP_STAGE / 2, walker.map(), barrier, rows[1], column, policy);
+        sm90::barrier_arrive_expect(barrier, is_half ? STEP_STAGE / 2 : STEP_STAGE);
+        step_copy_box(to, map(its.phase), barrier, its.rows[0], its.column, policy);
+        if (its.rows[1] != step_chunk::NO_ROW)
+            step_copy_box(to + STEP_STAGE / 2, map(its.phase), barrier, its.rows[1], its.column, policy);
         if (++slot == num_stages) slot = 0, turn ^= 1;
-    }
-    __device__ __forceinline__ void prefetch(const step_walker &walker) const
-    {
-        uint32_t rows[2];
-        const int count = walker.rows_of(rows);
-        step_prefetch_box(walker.map(), rows[0], walker.chunk_column());
-        if (count == 2) step_prefetch_box(walker.map(), rows[1], walker.chunk_column());
     }
     __device__ __forceinline__ void run()
     {
-        step_walker walker(cta);
-        if constexpr (IS_CLUSTER) {
+        list_chunks();
+        if (cta.lane > 0) return;
+        step_cursor now(cta), ahead(cta); /* of a cluster nothing is asked for ahead, and the second one falls away */
 #pragma unroll 1
-            for (; !walker.is_done; walker.next()) copy(walker);
-        } else {
-            step_walker ahead(cta);
+        for (int i = 0; !IS_CLUSTER && i < cta.params.prefetch; i++) ahead.next();
 #pragma unroll 1
-            for (int i = 0; i < cta.params.prefetch && !ahead.is_done; i++) ahead.next();
-#pragma unroll 1
-            for (; !walker.is_done; walker.next()) {
-                copy(walker);
-                if (cta.params.prefetch == 0 || ahead.is_done) continue;
-                prefetch(ahead);
-                ahead.next();
-            }
+        for (; !now.is_end(); now.next()) {
+            copy(now.chunk());
+            if (IS_CLUSTER || cta.params.prefetch == 0 || ahead.is_end()) continue;
+            const step_chunk its = ahead.chunk();
+            step_prefetch_box(map(its.phase), its.rows[0], its.column);
+            if (its.rows[1] != step_chunk::NO_ROW) step_prefetch_box(map(its.phase), its.rows[1], its.column);
+            ahead.next();
         }
     }
 };

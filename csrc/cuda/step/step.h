@@ -93,6 +93,41 @@ struct pk_step_words {
     uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up (2: its ring), [2] who, [3] steps so far */
 };
 
+// --- how the work is divided
+
+/* A CTA's blocks of a weight: of 16 rows and all inputs, or (narrow) of 64 rows and its team's inputs. A panel's sums meet
+ * at once. */
+struct step_phase {
+    int blocks, columns, per_panel, panels; /* columns: chunks of a block */
+
+    step_phase() = default;
+    step_phase(const pk_step_args &args, int phase)
+    {
+        const int teams = args.kv_heads, group = args.q_heads / teams;
+        per_panel = STEP_PANEL, columns = args.hidden / STEP_WIDE, blocks = 0;
+        if (phase == STEP_QKV) blocks = ((group + 2) * STEP_OCTETS + 1) / 2;
+        if (phase == STEP_GATE_UP) blocks = args.ffn / (teams * STEP_RANKS * 8);
+        if (phase == STEP_O || phase == STEP_DOWN) {
+            per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
+            columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
+        }
+        panels = (blocks + per_panel - 1) / per_panel; /* the head's differ: step_cta::part */
+    }
+    __device__ int blocks_of(int panel) const { return min(per_panel, blocks - panel * per_panel); }
+    __device__ static int first_of_head(const pk_step_args &args, int cta)
+    {
+        return (int)((uint32_t)cta * (uint32_t)((args.vocab + 15) / 16) / (uint32_t)(args.kv_heads * STEP_RANKS));
+    }
+};
+
+inline int step_num_chunks(const pk_step_args &args) /* of a layer */
+{
+    int count = 0;
+    for (int phase = STEP_QKV; phase < STEP_HEAD; phase++)
+        count += step_phase(args, phase).blocks * step_phase(args, phase).columns;
+    return count;
+}
+
 /* Of one kind, in shared memory at `smem`: lines of words of 4 bytes. In a team's words it begins at `area`. */
 struct step_mail {
     int smem, lines, words, stride, area;
@@ -102,7 +137,7 @@ struct step_mail {
 /* Places in shared memory. */
 struct step_smem {
     step_mail mails[STEP_MAILS];
-    int ring, sums, table, items, angles, heads, residual, asked, barriers, bytes;
+    int ring, sums, table, chunks, items, angles, heads, residual, asked, barriers, bytes;
     int mail_words; /* of a team */
 
     step_smem() = default;
@@ -131,6 +166,7 @@ struct step_smem {
                   state_bytes = STEP_CONSUMERS * group * (STEP_HEAD_DIM + STEP_ENDS) * 4;
         sums = take(sum_bytes > state_bytes ? sum_bytes : state_bytes); /* states lie there, too: attend.h */
         table = take(args.num_layers * (int)sizeof(pk_step_layer));
+        chunks = take(step_num_chunks(args) * 16);
         items = take(rows * 16);
         angles = take(rows * STEP_HEAD_DIM * 4);
         heads = take(rows * (group + 2) * STEP_HEAD_DIM * 2);
@@ -145,40 +181,15 @@ struct step_smem {
     } /* of a turn */
 };
 
-// --- how the work is divided
-
-/* A CTA's blocks of a weight: of 16 rows and all inputs, or (narrow) of 64 rows and its team's inputs. A panel's sums meet
- * at once. */
-struct step_phase {
-    int blocks, columns, per_panel, panels; /* columns: chunks of a block */
-
-    step_phase() = default;
-    step_phase(const pk_step_args &args, int phase)
-    {
-        const int teams = args.kv_heads, group = args.q_heads / teams;
-        per_panel = STEP_PANEL, columns = args.hidden / STEP_WIDE, blocks = 0;
-        if (phase == STEP_QKV) blocks = ((group + 2) * STEP_OCTETS + 1) / 2;
-        if (phase == STEP_GATE_UP) blocks = args.ffn / (teams * STEP_RANKS * 8);
-        if (phase == STEP_O || phase == STEP_DOWN) {
-            per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
-            columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
-        }
-        panels = (blocks + per_panel - 1) / per_panel; /* the head's differ: step_cta::part */
-    }
-    __device__ int blocks_of(int panel) const { return min(per_panel, blocks - panel * per_panel); }
-    __device__ static int first_of_head(const pk_step_args &args, int cta)
-    {
-        return (int)((uint32_t)cta * (uint32_t)((args.vocab + 15) / 16) / (uint32_t)(args.kv_heads * STEP_RANKS));
-    }
-};
-
 struct pk_step_params {
     CUtensorMap maps[3]; /* of weights by their number of inputs: hidden, q_heads * head_dim, ffn */
     pk_step_args args;
     pk_step_words words;
     step_smem at;
     step_phase phases[5];
-    int num_stages, in_flight, prefetch; /* chunks in the ring; under way at most; the L2 is asked so many ahead */
+    int num_chunks, num_stages, in_flight,
+        prefetch; /* of a layer; of the ring; under way at most; the L2 is asked so many
+                                                        ahead */
     int flags;
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */

@@ -213,7 +213,11 @@ static uint32_t step_now()
     static uint32_t now = 1;
     return now += 1 << 16;
 }
-static int step_fresh(int x) { return x; }
+template <typename T>
+static T step_fresh(T x)
+{
+    return x;
+}
 static float step_exp2(float x) { return std::exp2(x); }
 static void step_send(int rank, uint32_t to, uint32_t barrier, uint32_t word)
 {

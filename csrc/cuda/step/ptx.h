@@ -41,11 +41,15 @@ __device__ __forceinline__ uint32_t step_now() /* ns, of which four seconds are 
     asm volatile("mov.u32 %0, %globaltimer_lo;" : "=r"(ns));
     return ns;
 }
-/* The same number, of which the compiler knows nothing: what is made of it is made anew in each layer, because keeping it
- * would take registers that there are not. */
-__device__ __forceinline__ int step_fresh(int x)
+/* The same value, of which the compiler knows nothing: what is made of it is made anew in each layer, because keeping it
+ * would take registers that there are not; and it is made here. */
+template <typename T>
+__device__ __forceinline__ T step_fresh(T x)
 {
-    asm volatile("" : "+r"(x));
+    if constexpr (sizeof(T) == 8)
+        asm volatile("" : "+l"(x));
+    else
+        asm volatile("" : "+r"(x));
     return x;
 }
 __device__ __forceinline__ float step_exp2(float x)

@@ -123,11 +123,14 @@ struct step_copier {
     {
         const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8;
         const bool is_half = !its.is_narrow() && its.rows[1] == step_chunk::NO_ROW;
+        /* Made before the wait, because nothing is on its way between it and the copy. */
+        const int bytes = step_fresh(is_half ? STEP_STAGE / 2 : STEP_STAGE);
+        const CUtensorMap *from = step_fresh(map(its.phase));
         make_room();
-        sm90::barrier_arrive_expect(barrier, is_half ? STEP_STAGE / 2 : STEP_STAGE);
-        step_copy_box(to, map(its.phase), barrier, its.rows[0], its.column, policy);
+        sm90::barrier_arrive_expect(barrier, bytes);
+        step_copy_box(to, from, barrier, its.rows[0], its.column, policy);
         if (its.rows[1] != step_chunk::NO_ROW)
-            step_copy_box(to + STEP_STAGE / 2, map(its.phase), barrier, its.rows[1], its.column, policy);
+            step_copy_box(to + STEP_STAGE / 2, from, barrier, its.rows[1], its.column, policy);
         if (++slot == num_stages) slot = 0, turn ^= 1;
     }
     __device__ __forceinline__ void run()

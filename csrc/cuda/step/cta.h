@@ -14,27 +14,15 @@ struct step_turns {
     uint32_t uses = 0;
     __device__ int turn() const { return uses & 1; }
     __device__ void next() { uses++; }
-    /* consumers */
-    __device__ void wait_empty() const
+    __device__ void wait(int pair) const
     {
         __syncwarp();
-        if (uses >= 2) sm90::named_sync(STEP_EMPTY + turn(), STEP_MEETING);
+        sm90::named_sync(pair + turn(), STEP_MEETING);
     }
-    __device__ void give_full() const
+    __device__ void arrive(int pair) const
     {
         __syncwarp();
-        sm90::named_arrive(STEP_FULL + turn(), STEP_MEETING);
-    }
-    /* the sender */
-    __device__ void wait_full() const
-    {
-        __syncwarp();
-        sm90::named_sync(STEP_FULL + turn(), STEP_MEETING);
-    }
-    __device__ void give_empty() const
-    {
-        __syncwarp();
-        sm90::named_arrive(STEP_EMPTY + turn(), STEP_MEETING);
+        sm90::named_arrive(pair + turn(), STEP_MEETING);
     }
 };
 

@@ -31,26 +31,16 @@ struct step_post {
         else
             step_store_word(area(kind) + rank * mail.count() + line * mail.words + i, word, epoch);
     }
-    /* A word to all of the team, this CTA included. */
+    /* A word to all of the team, this CTA included: in global memory it is one. */
     __device__ __forceinline__ void to_all(int kind, int line, int i, uint32_t word, uint32_t epoch) const
     {
-        const step_mail &mail = cta.at.mails[kind];
-        if constexpr (IS_CLUSTER) {
-            const uint32_t to = smem_address(cta.smem) + place(mail, line, i), barrier = cta.mail_barrier(kind);
 #pragma unroll
-            for (int rank = 0; rank < STEP_RANKS; rank++) step_send(rank, to, barrier, word);
-        } else {
-            step_store_word(area(kind) + line * mail.words + i, word, epoch);
-        }
+        for (int rank = 0; rank < (IS_CLUSTER ? STEP_RANKS : 1); rank++) to_rank(kind, rank, line, i, word, epoch);
     }
     /* The same by a whole warp that has but one word, which all lanes know. */
     __device__ __forceinline__ void spread(int kind, int line, int i, uint32_t word, uint32_t epoch) const
     {
-        if constexpr (IS_CLUSTER) {
-            if (cta.lane < STEP_RANKS) to_rank(kind, cta.lane, line, i, word, epoch);
-        } else {
-            if (cta.lane == 0) to_all(kind, line, i, word, epoch);
-        }
+        if (cta.lane < (IS_CLUSTER ? STEP_RANKS : 1)) to_rank(kind, cta.lane, line, i, word, epoch);
     }
 };
 

@@ -115,7 +115,7 @@ struct step_multiplier {
         for (;;) { /* what is held is of the first panel */
 #pragma unroll 1
             for (; column < columns; column++) stream<IS_WIDE, 0>(acc, place, x_at, column, blocks);
-            turns.wait_empty();
+            if (turns.uses >= 2) turns.wait(STEP_EMPTY);
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 for (int c = 1; c < CHAINS; c++)
@@ -123,7 +123,7 @@ struct step_multiplier {
                 if (block < blocks) leave<IS_WIDE>(acc[block][0], block);
                 for (int i = 0; i < CHAINS * 4; i++) acc[block][i / 4][i % 4] = 0;
             }
-            turns.give_full();
+            turns.arrive(STEP_FULL);
             turns.next();
             if (++panel == num_panels) break;
             blocks = part.blocks_of(panel), column = 0;

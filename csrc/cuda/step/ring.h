@@ -36,6 +36,12 @@ struct step_chunk {
             rows[half] = is_there ? row : (uint32_t)NO_ROW;
         }
     }
+    __device__ step_chunk from(uint32_t row, uint32_t first_column) const
+    {
+        step_chunk its = *this;
+        its.column += first_column, its.rows[0] += row, its.rows[1] += rows[1] == NO_ROW ? 0 : row;
+        return its;
+    }
 };
 
 /* Where the copier is: in the chunks of a layer, which are listed, or in the head's. */
@@ -58,17 +64,10 @@ struct step_cursor {
     }
     __device__ __forceinline__ step_chunk chunk() const
     {
-        if (layer == cta.args.num_layers) {
-            step_chunk its(cta, STEP_HEAD, panel, column, block);
-            its.column += cta.args.head_column, its.rows[0] += cta.args.head_row;
-            if (its.rows[1] != step_chunk::NO_ROW) its.rows[1] += cta.args.head_row;
-            return its;
-        }
-        step_chunk its = cta.chunks()[i];
-        const pk_step_layer &at = cta.layers()[layer];
-        its.column += at.column[its.phase], its.rows[0] += at.row[its.phase];
-        if (its.rows[1] != step_chunk::NO_ROW) its.rows[1] += at.row[its.phase];
-        return its;
+        if (layer == cta.args.num_layers)
+            return step_chunk(cta, STEP_HEAD, panel, column, block).from(cta.args.head_row, cta.args.head_column);
+        const step_chunk its = cta.chunks()[i];
+        return its.from(cta.layers()[layer].row[its.phase], cta.layers()[layer].column[its.phase]);
     }
 };
 
@@ -76,20 +75,13 @@ struct step_cursor {
 template <bool IS_CLUSTER>
 struct step_copier {
     const step_cta &cta;
-    const uint32_t ring, full, empty;
-    const int num_stages;
+    const int num_stages = cta.params.num_stages;
+    const uint32_t ring = cta.ring(), full = cta.barriers(), empty = full + num_stages * 8;
     const uint64_t policy = evict_first_policy();
     uint32_t slot = 0, turn = 0, oldest = 0, oldest_turn = 0;
     int flying = 0;
 
-    __device__ step_copier(const step_cta &cta)
-        : cta(cta),
-          ring(cta.ring()),
-          full(cta.barriers()),
-          empty(full + cta.params.num_stages * 8),
-          num_stages(cta.params.num_stages)
-    {
-    }
+    __device__ step_copier(const step_cta &cta) : cta(cta) {}
     /* A layer's chunks in the order in which they are used: by panel, chunk of inputs, block. */
     __device__ __forceinline__ void list_chunks() const
     {

@@ -99,14 +99,14 @@ struct step_sender {
         const bool is_last = cta.half + 1 == 2 * cta.args.num_layers;
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
-            turns.wait_full();
+            turns.wait(STEP_FULL);
             if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
             for (int row = 0; row < ROWS; row++) {
                 step_store_sums(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
                                 total<false>(row, cta.lane * 2), epoch);
             }
-            turns.give_empty();
+            turns.arrive(STEP_EMPTY);
             turns.next();
         }
 #pragma unroll 1
@@ -149,7 +149,7 @@ struct step_sender {
         read_squares();
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
-            turns.wait_full();
+            turns.wait(STEP_FULL);
             if (panel == 0) STEP_MARK(cta, phase == STEP_QKV ? 24 : 31);
 #pragma unroll 1
             for (int first = 0; first < ROWS * WORDS; first += 32) {
@@ -157,7 +157,7 @@ struct step_sender {
                 const float scale = __shfl_sync(~0u, rms, min(row, ROWS - 1));
                 if (row < ROWS) word(panel, row, i % WORDS, scale);
             }
-            turns.give_empty();
+            turns.arrive(STEP_EMPTY);
             turns.next();
         }
         STEP_MARK(cta, phase == STEP_QKV ? 25 : 32);
@@ -264,14 +264,14 @@ struct step_sender {
         read_squares();
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
-            turns.wait_full();
+            turns.wait(STEP_FULL);
             const int at = cta.lane * 2, token = first + panel * (STEP_PANEL * 16) + at;
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
                 const float scale = __shfl_sync(~0u, rms, row);
                 if (at < part.blocks_of(panel) * 16) draw(asked(row), best[row], token, total<true>(row, at), scale);
             }
-            turns.give_empty();
+            turns.arrive(STEP_EMPTY);
             turns.next();
         }
         uint64_t *words = cta.params.words.best;

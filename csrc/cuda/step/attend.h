@@ -20,7 +20,6 @@ struct step_attention {
     static constexpr int WORDS = PAIRS * (int)sizeof(CACHE) / 2, AHEAD = 2; /* of a key in the cache; keys of a lane */
     static constexpr bool IS_FP8 = sizeof(CACHE) == 1;
     static constexpr float LOWEST = -1e30f;
-    static_assert(GROUP <= 8);
 
     const step_cta &cta;
     step_letters<IS_CLUSTER> &letters;
@@ -300,13 +299,11 @@ struct step_attention {
         letters.wait(MAIL_QKV, cta.warp == 0);
         STEP_MARK(cta, 17);
         make_heads();
-        __syncwarp();
-        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        step_meet();
         STEP_MARK(cta, 18);
-        if ((first - cta.lane / LANES) < item.count) attend(item);
+        if (first - cta.lane / LANES < item.count) attend(item);
         STEP_MARK(cta, 19);
-        __syncwarp();
-        sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+        step_meet();
         send_parts();
         STEP_MARK(cta, 20);
     }

@@ -9,6 +9,12 @@
 enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_MEETING = STEP_CONSUMING + 32 /* with the sender */ };
 enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; the first two are pairs */
 
+__device__ __forceinline__ void step_meet() /* consumers */
+{
+    __syncwarp();
+    sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+}
+
 /* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
 struct step_turns {
     uint32_t uses = 0;
@@ -38,13 +44,12 @@ struct step_cta {
     const step_smem &at;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team, rank;
-    uint32_t base; /* epoch of the step's first x */
-    int half = 0;  /* of a layer: attention's, the MLP's, attention's of the next, ... */
+    const uint32_t base = params.words.head[0] + 1; /* epoch of the step's first x */
+    int half = 0; /* of a layer: attention's, the MLP's, attention's of the next, ... */
 
     __device__ step_cta(const pk_step_params &params, uint8_t *smem, int team, int rank)
         : params(params), args(params.args), smem(smem), at(params.at), team(team), rank(rank)
     {
-        base = params.words.head[0] + 1;
     }
     __device__ int cta() const { return team * STEP_RANKS + rank; }
     __device__ int num_ctas() const { return args.kv_heads * STEP_RANKS; }
@@ -71,7 +76,6 @@ struct step_cta {
         }
         return its;
     }
-    /* Keeps the item's arithmetic in one place, because the layers read what it says. */
     __device__ void divide(int row) const
     {
         const uint32_t len = max(args.context_lens[row], 0), past = min(max(len, 1u) - 1, args.max_positions - 1u);
@@ -103,11 +107,9 @@ __device__ __forceinline__ void step_wait_ring(const step_cta &cta, uint32_t bar
  * whatever lies there, so that all barriers inside the CTA are met, and the step counts as failed. */
 struct step_waiter {
     const pk_step_params &params;
-    bool has_given_up;
+    bool has_given_up = params.flags & STEP_NEVER_WAIT;
 
-    __device__ step_waiter(const pk_step_params &params) : params(params), has_given_up(params.flags & STEP_NEVER_WAIT)
-    {
-    }
+    __device__ step_waiter(const pk_step_params &params) : params(params) {}
     /* After each look in vain, by all lanes. */
     __device__ __forceinline__ bool goes_on(uint32_t &looks, uint32_t &since, int what)
     {
@@ -126,20 +128,17 @@ struct step_waiter {
     }
     __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity, int what)
     {
-        uint32_t looks = 0;
-        uint32_t since = 0;
+        uint32_t looks = 0, since = 0;
         while (!__all_sync(~0u, step_is_over(barrier, parity)) && goes_on(looks, since, what)) {
         }
     }
-    /* By a whole warp: each lane has COUNT pairs of neighbouring words, of which it wants those that `is_wanted` has a bit
-     * for. */
+    /* By a whole warp: each lane has COUNT pairs of neighbouring words, and wants those with a bit in `is_wanted`. */
     template <int COUNT, typename Place>
     __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what,
                                           Place place)
     {
         ulonglong2 words[COUNT];
-        uint32_t looks = 0;
-        uint32_t since = 0;
+        uint32_t looks = 0, since = 0;
         for (;;) {
             bool is_there = true;
 #pragma unroll
@@ -154,7 +153,7 @@ struct step_waiter {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) data[i] = {(uint32_t)words[i].x, (uint32_t)words[i].y};
     }
-    /* The same of sums with tags: every lane has two neighbours of COUNT teams, or of the first ones. */
+    /* The same of sums with tags: every lane has two neighbours of the first `count` teams. */
     template <typename Place>
     __device__ __forceinline__ void fetch_sums(uint2 (&data)[STEP_TEAMS], int count, uint32_t epoch, int what,
                                                Place place)

@@ -38,8 +38,7 @@ __device__ __forceinline__ void step_read_rows(const step_cta &cta)
         ((float *)(cta.smem + cta.at.angles))[i] =
             cta.args.cos_sin[(int64_t)position * STEP_HEAD_DIM + i % STEP_HEAD_DIM];
     }
-    __syncwarp();
-    sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+    step_meet();
 }
 
 template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>

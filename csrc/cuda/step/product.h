@@ -75,7 +75,7 @@ struct step_multiplier {
         constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS,
                       REST = HELD % BLOCKS; /* columns; blocks of one more */
         /* Sums of a block, because a product waits for the one before it. */
-        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS > 2 ? 1 : IS_CLUSTER ? STEP_CHAINS : 2;
+        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 && HOLD != 4 ? 2 : 1;
         const step_phase part = cta.part(phase);
         const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();

@@ -102,10 +102,9 @@ struct step_sender {
             turns.wait(STEP_FULL);
             if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
-            for (int row = 0; row < ROWS; row++) {
+            for (int row = 0; row < ROWS; row++)
                 step_store_sums(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
                                 total<false>(row, cta.lane * 2), epoch);
-            }
             turns.arrive(STEP_EMPTY);
             turns.next();
         }
@@ -144,8 +143,7 @@ struct step_sender {
     __device__ __forceinline__ void finish(int phase, Word word)
     {
         enum { WORDS = STEP_PANEL * 8 };
-        const step_phase part = cta.part(phase);
-        const int num_panels = part.panels;
+        const int num_panels = cta.part(phase).panels;
         read_squares();
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {

@@ -28,9 +28,6 @@
 #ifndef STEP_HOLD
 #define STEP_HOLD 4 /* wide chunks that a consumer of a cluster keeps in registers, with one row */
 #endif
-#ifndef STEP_CHAINS
-#define STEP_CHAINS 1 /* sums of each of its blocks; with 2 it can hold 3 chunks */
-#endif
 enum {
     STEP_ROWS = 4, /* at most */
     STEP_TEAMS = 8,
@@ -39,9 +36,9 @@ enum {
     STEP_OCTETS = STEP_DIMS / 8,
     STEP_CONSUMERS = 8, /* warps that multiply and attend */
     STEP_COPIER = STEP_CONSUMERS,
-    STEP_SENDER,  /* a warp each */
-    STEP_FETCHER, /* where teams are not clusters: so many warps */
-    STEP_FETCHERS = 2,
+    STEP_SENDER,
+    STEP_FETCHER,                   /* the others' first warps: one each, */
+    STEP_FETCHERS = 2,              /* and two of these, where teams are not clusters */
     STEP_STAGE = 16 << 10,          /* bytes of the ring: a chunk, */
     STEP_WIDE = 512,                /* of 16 rows and so many inputs, which the warps share, or */
     STEP_NARROW = 128,              /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
@@ -54,10 +51,7 @@ enum {
     STEP_ENDS = 2 * STEP_CONSUMERS, /* of a head: maxima of the warps, their sums */
     STEP_PARTS = STEP_RANKS + 4     /* words between lines of parts */
 };
-constexpr int step_threads(bool is_cluster)
-{
-    return (STEP_CONSUMERS + 2 + (is_cluster ? 0 : (int)STEP_FETCHERS)) * 32;
-}
+constexpr int step_threads(bool is_cluster) { return (STEP_FETCHER + (is_cluster ? 0 : (int)STEP_FETCHERS)) * 32; }
 
 enum pk_step_phase { STEP_QKV, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_HEAD };
 enum pk_step_mail { MAIL_X, MAIL_SQUARES, MAIL_QKV, MAIL_PARTS, MAIL_ATTENTION, MAIL_GATED, STEP_MAILS };
@@ -147,7 +141,7 @@ struct step_smem {
         int at = 0;
         auto take = [&](int size) {
             const int old = at;
-            at += (size + 15) / 16 * 16;
+            at += (size + 31) / 32 * 32;
             return old;
         };
         ring = take(num_stages * STEP_STAGE);
@@ -175,10 +169,8 @@ struct step_smem {
         barriers = take((2 * num_stages + STEP_MAILS) * 8);
         bytes = at;
     }
-    __host__ __device__ static int sums_words(int rows)
-    {
-        return rows * STEP_CONSUMERS * STEP_WIDE_SUMS;
-    } /* of a turn */
+    /* Of a turn. */
+    __host__ __device__ static int sums_words(int rows) { return rows * STEP_CONSUMERS * STEP_WIDE_SUMS; }
 };
 
 struct pk_step_params {
@@ -187,9 +179,8 @@ struct pk_step_params {
     pk_step_words words;
     step_smem at;
     step_phase phases[5];
-    int num_chunks, num_stages, in_flight,
-        prefetch; /* of a layer; of the ring; under way at most; the L2 is asked so many
-                                                        ahead */
+    int num_chunks, num_stages; /* of a layer, of the ring */
+    int in_flight, prefetch;    /* chunks: under way at most; the L2 is asked so many ahead */
     int flags;
 };
 enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */

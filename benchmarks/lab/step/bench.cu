@@ -16,8 +16,8 @@ __device__ __forceinline__ void step_mark(const Cta &cta, int i)
     if (cta.lane != 0 || (cta.warp > 0 && cta.warp < 9)) return;
     if (i == 48)
         step_trace[2 * size + blockIdx.x] = its;
-    else if (blockIdx.x == 37 || blockIdx.x == 125)
-        step_trace[(blockIdx.x == 125) * size + cta.half / 2 * 64 + i] = its;
+    else if (blockIdx.x == 37 || blockIdx.x == gridDim.x - 3)
+        step_trace[(blockIdx.x != 37) * size + cta.half / 2 * 64 + i] = its;
 }
 #define STEP_MARK(cta, i) step_mark(cta, i)
 #endif
@@ -117,7 +117,8 @@ static const std::map<std::string, shape> SHAPES = {
     {"0.6B", {28, 1024, 3072, 16, 8, 151936}},
     {"1.7B", {28, 2048, 6144, 16, 8, 151936}},
     {"8B", {36, 4096, 12288, 32, 8, 151936}},
-    {"tiny", {3, 1024, 3072, 16, 8, 15200}},
+    {"0.6B-7",
+     {28, 1024, 2688, 14, 7, 132944}}, /* 7/8 of it: with the whole shared memory of an SM it is the probe's k7 */
 };
 static std::map<std::string, std::string> options;
 static std::vector<int> list_of(const char *key, const char *otherwise)
@@ -137,17 +138,21 @@ static int option(const char *key, const char *otherwise) { return list_of(key, 
 using kernel_type = void (*)(const pk_step_params);
 static kernel_type kernel_of(bool is_cluster, int rows, int group, bool is_fp8)
 {
-#define K(c, r, g) \
-    if (is_cluster == c && rows == r && group == g && !is_fp8) return decode_step_kernel<c, r, g>;
-#define K8(c, r, g) \
-    if (is_cluster == c && rows == r && group == g && is_fp8) return decode_step_kernel<c, r, g, __nv_fp8_e4m3>;
-    K(true, 1, 2)
-    K(true, 1, 4)
+#define K(c, r, g, T) \
+    if (is_cluster == c && rows == r && group == g && is_fp8 == (sizeof(T) == 1)) return decode_step_kernel<c, r, g, T>
+    K(true, 1, 2, __nv_bfloat16);
+    K(true, 1, 4, __nv_bfloat16);
 #ifndef STEP_FEW
-    K(true, 2, 2)
-    K(true, 4, 2) K8(true, 1, 2) K(false, 1, 2) K(false, 2, 2) K(false, 4, 2) K(false, 1, 4) K8(false, 1, 2)
+    K(true, 2, 2, __nv_bfloat16);
+    K(true, 4, 2, __nv_bfloat16);
+    K(true, 1, 2, __nv_fp8_e4m3);
+    K(false, 1, 2, __nv_bfloat16);
+    K(false, 2, 2, __nv_bfloat16);
+    K(false, 4, 2, __nv_bfloat16);
+    K(false, 1, 4, __nv_bfloat16);
+    K(false, 1, 2, __nv_fp8_e4m3);
 #endif
-        printf("no kernel of %d rows, %d heads here\n", rows, group);
+    printf("no kernel of %d rows, %d heads here\n", rows, group);
     exit(1);
 }
 
@@ -293,8 +298,9 @@ struct launcher {
     launcher(session &s, bool is_cluster, int stages = 99, int flying = 3, int prefetch = -1, int flags = 0)
         : s(s), is_cluster(is_cluster), kernel(kernel_of(is_cluster, s.args.num_rows, s.group, s.is_fp8))
     {
-        const int most_smem =
+        int most_smem =
             pk_step_smem_limit(is_cluster, (int)s.prop.sharedMemPerMultiprocessor, (int)s.prop.sharedMemPerBlockOptin);
+        if (option("alone", "0")) most_smem = (int)s.prop.sharedMemPerBlockOptin;
         if (const char *what = pk_step_refusal(s.args, is_cluster, most_smem)) printf("refused: %s\n", what), exit(1);
         p.args = s.args;
         memcpy(p.maps, s.maps, sizeof p.maps);
@@ -516,7 +522,7 @@ static void time_one(session &s, launcher &l, const char *model, int context)
 
 #ifdef STEP_TRACE
 static uint32_t *the_trace;
-static void print_trace(int layers, bool is_cluster)
+static void print_trace(int layers, int num_ctas, bool is_cluster)
 {
     struct {
         const char *what;
@@ -554,11 +560,11 @@ static void print_trace(int layers, bool is_cluster)
     const int size = (layers + 1) * 64;
     auto t = download(the_trace, 2 * size + 128);
     std::map<int, std::string> on;
-    for (int i = 0; i < 128; i++) on[t[2 * size + i]] += " " + std::to_string(i / STEP_RANKS);
+    for (int i = 0; i < num_ctas; i++) on[t[2 * size + i]] += " " + std::to_string(i / STEP_RANKS);
     printf("    %d SMs; teams on those that have two:", (int)on.size());
     for (auto &its : on)
         if (its.second.size() > 2) printf(" %s,", its.second.c_str() + 1);
-    printf("\n    %-32s %7s %7s\n", "clocks since the event before", "CTA 37", "CTA 125");
+    printf("\n    %-32s %7s %7s\n", "clocks since the event before", "CTA 37", "last-2");
     auto mean = [&](int cta, int at, int from, bool is_of_before) {
         double sum = 0;
         for (int l = 4; l < layers; l++)
@@ -578,7 +584,7 @@ int main(int argc, char **argv)
     if (argc < 3)
         return printf(
                    "bench check|time|missing MODEL [mode=E|F] [rows=1] [lens=400] [fp8=0] [page=16] [runs=24] [stages=99] [flying=3]\n"
-                   "      [prefetch=-1] [flags=0] [steps=40] [cooperative=0]; check: against the twin and for equal bits\n"),
+                   "      [prefetch=-1] [flags=0] [steps=40] [cooperative=0] [alone=0: a CTA on an SM]; check: against the twin and for equal bits\n"),
                1;
     for (int i = 3; i < argc; i++) {
         std::string a = argv[i];
@@ -612,7 +618,7 @@ int main(int argc, char **argv)
                             time_one(s, l, argv[2], context);
                         }
 #ifdef STEP_TRACE
-            print_trace(s.m.layers, is_cluster);
+            print_trace(s.m.layers, s.m.kv_heads * STEP_RANKS, is_cluster);
 #endif
         }
     return 0;

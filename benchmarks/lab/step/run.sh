@@ -24,6 +24,10 @@ b() {
     b 8 ./bench time 0.6B mode=E rows=1 lens=400 flags=0,8,1
     b 8 ./bench_hold3 time 0.6B mode=E rows=1 lens=400
     b 8 ./bench_hold2 time 0.6B mode=E rows=1 lens=400 flying=3,5
+    # 7/8 of the model on 7 clusters: two CTAs may share an SM (the probe: 357), or not, with 12 stages (the probe: 298)
+    b 8 ./bench time 0.6B-7 mode=E rows=1 lens=400 flying=3,5
+    b 8 ./bench time 0.6B-7 mode=E rows=1 lens=400 alone=1 flying=3
+    b 8 ./bench_trace time 0.6B-7 mode=E rows=1 lens=400 alone=1
     # 8B
     b 25 ./bench time 8B mode=F rows=1 lens=400 steps=10 flying=3,6 prefetch=8,0
     b 20 ./bench time 8B mode=E rows=1 lens=400 steps=10 flying=3,4

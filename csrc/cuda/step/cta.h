@@ -132,43 +132,38 @@ struct step_waiter {
         while (!__all_sync(~0u, step_is_over(barrier, parity)) && goes_on(looks, since, what)) {
         }
     }
-    /* By a whole warp: each lane has COUNT pairs of neighbouring words, and wants those with a bit in `is_wanted`. */
+    /* By a whole warp: each lane has COUNT pairs of neighbouring words. Every place is one where words will be, because loads
+     * on conditions would wait for each other. */
     template <int COUNT, typename Place>
-    __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t is_wanted, uint32_t epoch, int what,
-                                          Place place)
+    __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t epoch, int what, Place place)
     {
         ulonglong2 words[COUNT];
-        uint32_t looks = 0, since = 0;
-        for (;;) {
-            bool is_there = true;
+        uint32_t looks = 0, since = 0, wrong;
+        do {
+            wrong = 0;
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) words[i] = step_load_words(place(i));
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
-                if (is_wanted >> i & 1) words[i] = step_load_words(place(i));
-#pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                if (is_wanted >> i & 1)
-                    is_there &= (uint32_t)(words[i].x >> 32) == epoch && (uint32_t)(words[i].y >> 32) == epoch;
-            if (__all_sync(~0u, is_there) || !goes_on(looks, since, what)) break;
-        }
+                wrong |= ((uint32_t)(words[i].x >> 32) ^ epoch) | ((uint32_t)(words[i].y >> 32) ^ epoch);
+        } while (!__all_sync(~0u, wrong == 0) && goes_on(looks, since, what));
 #pragma unroll
         for (int i = 0; i < COUNT; i++) data[i] = {(uint32_t)words[i].x, (uint32_t)words[i].y};
     }
-    /* The same of sums with tags: every lane has two neighbours of the first `count` teams. */
-    template <typename Place>
-    __device__ __forceinline__ void fetch_sums(uint2 (&data)[STEP_TEAMS], int count, uint32_t epoch, int what,
-                                               Place place)
+    /* The same of sums with tags. */
+    template <int COUNT, typename Place>
+    __device__ __forceinline__ void fetch_sums(uint2 (&data)[COUNT], uint32_t epoch, int what, Place place)
     {
         uint32_t looks = 0, since = 0, wrong;
         do {
             wrong = 0;
 #pragma unroll
-            for (int i = 0; i < STEP_TEAMS; i++) data[i] = i < count ? step_load_sums(place(i)) : uint2{};
+            for (int i = 0; i < COUNT; i++) data[i] = step_load_sums(place(i));
 #pragma unroll
-            for (int i = 0; i < STEP_TEAMS; i++)
-                if (i < count) wrong |= (data[i].x ^ epoch) | (data[i].y ^ epoch);
+            for (int i = 0; i < COUNT; i++) wrong |= (data[i].x ^ epoch) | (data[i].y ^ epoch);
         } while (!__all_sync(~0u, (wrong & STEP_TAG) == 0) && goes_on(looks, since, what));
 #pragma unroll
-        for (int i = 0; i < STEP_TEAMS; i++) data[i].x &= ~STEP_TAG, data[i].y &= ~STEP_TAG;
+        for (int i = 0; i < COUNT; i++) data[i].x &= ~STEP_TAG, data[i].y &= ~STEP_TAG;
     }
 };
 

@@ -80,17 +80,13 @@ struct step_fetcher {
         const uint64_t *from = step_post<false>(cta).area(kind) + (kind == MAIL_PARTS ? cta.rank * mail.count() : 0);
 #pragma unroll 1
         for (int first = index * share; first < end; first += COUNT * 64) {
-            uint32_t is_wanted = 0;
             uint2 data[COUNT];
-            const int own = first + cta.lane * 2;
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) is_wanted |= own + i * 64 < end ? 1u << i : 0;
-            waiter.fetch(data, is_wanted, epoch, 32 + kind, [&](int i) { return from + own + i * 64; });
+            auto at = [&](int i) { return min(first + cta.lane * 2 + i * 64, end - 2); }; /* the last ones once more */
+            waiter.fetch(data, epoch, 32 + kind, [&](int i) { return from + at(i); });
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
-                if (!(is_wanted >> i & 1)) continue;
-                const int at = own + i * 64, line = at / mail.words; /* words of a line are even */
-                *(uint2 *)(cta.smem + step_post<false>::place(mail, line, at - line * mail.words)) = data[i];
+                const int line = at(i) / mail.words; /* words of a line are even */
+                *(uint2 *)(cta.smem + step_post<false>::place(mail, line, at(i) - line * mail.words)) = data[i];
             }
         }
         __syncwarp();

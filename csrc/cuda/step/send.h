@@ -117,7 +117,8 @@ struct step_sender {
                 const float2 old = step_pair(residual(row)[pair]);
                 uint2 data[STEP_TEAMS];
                 const uint32_t *from = place(half, row, 0) + pair * 2;
-                letters.waiter.fetch_sums(data, num_teams, epoch, 16 + half, [&](int i) { return from + i * size(); });
+                letters.waiter.fetch_sums(data, epoch, 16 + half,
+                                          [&](int i) { return from + min(i, num_teams - 1) * size(); });
                 if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
 #pragma unroll
@@ -291,12 +292,10 @@ struct step_sender {
         for (int row = 0; row < ROWS; row++) {
             pk_candidate most = 0;
             for (int first = 0; first < cta.num_ctas(); first += 32) {
-                uint2 data[1] = {};
-                const int other = first + cta.lane;
-                const uint64_t *from = cta.params.words.best + (row * cta.num_ctas() + other) * 2;
-                const bool is_there = other < cta.num_ctas();
-                letters.waiter.fetch(data, is_there, cta.epoch(), 18, [&](int) { return from; });
-                if (is_there) most = max(most, (pk_candidate)data[0].y << 32 | data[0].x);
+                uint2 data[1];
+                const int other = row * cta.num_ctas() + min(first + cta.lane, cta.num_ctas() - 1);
+                letters.waiter.fetch(data, cta.epoch(), 18, [&](int) { return cta.params.words.best + other * 2; });
+                most = max(most, (pk_candidate)data[0].y << 32 | data[0].x);
             }
             for (int d = 16; d > 0; d /= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
             const bool has_failed = *(volatile uint32_t *)&cta.params.words.head[1] != 0;

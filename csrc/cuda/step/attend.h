@@ -23,8 +23,7 @@ struct step_attention {
 
     const step_cta &cta;
     step_letters<IS_CLUSTER> &letters;
-    const int lane = cta.lane % LANES, row = cta.warp / WARPS;
-    const int first = cta.warp % WARPS * KEYS + cta.lane / LANES; /* key */
+    int lane, row, first; /* of its group; of the batch; key: look() */
     /* of a layer */
     uint2 norm;                                /* of this warp's head, four dimensions a lane */
     uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
@@ -33,6 +32,11 @@ struct step_attention {
     __device__ __forceinline__ step_attention(const step_cta &cta, step_letters<IS_CLUSTER> &letters)
         : cta(cta), letters(letters)
     {
+    }
+    __device__ __forceinline__ void look() /* in each layer, because registers are short in between */
+    {
+        const int thread = step_fresh(threadIdx.x), warp = thread / 32;
+        lane = thread % LANES, row = warp / WARPS, first = warp % WARPS * KEYS + thread % 32 / LANES;
     }
     __device__ __forceinline__ __nv_bfloat16 *heads(int row) const
     {
@@ -47,37 +51,56 @@ struct step_attention {
     {
         return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS;
     }
-    /* Where a key is in a cache. */
-    __device__ __forceinline__ int64_t find(const pk_cache_strides &strides, int key) const
+    /* Where past keys are, from this lane's number `first` on: behind the last one it is that once more, because loads on
+     * conditions would wait for each other. */
+    struct places {
+        int page[AHEAD], slot[AHEAD];
+    };
+    __device__ __forceinline__ places find(const step_item &item, int first) const
     {
         const pk_step_args &args = cta.args;
-        const uint32_t block = (uint32_t)key / args.block_size, place = key - block * args.block_size;
-        const int found = args.block_tables[row * args.table_stride + block];
-        const int64_t page = found >= 0 && found < args.num_blocks ? found : 0;
-        return page * strides.block + place * strides.slot + cta.team * strides.head;
+        places its;
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const uint32_t key = item.begin + min(first + j * PASS, item.past_count - 1), block = key / args.block_size;
+            its.page[j] = args.block_tables[row * args.table_stride + block];
+            its.slot[j] = key - block * args.block_size;
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) its.page[j] = (uint32_t)its.page[j] < args.num_blocks ? its.page[j] : 0;
+        return its;
     }
-    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const step_item &item, const CACHE *cache,
-                                              const pk_cache_strides &strides, int first)
+    __device__ __forceinline__ int64_t offset(const pk_cache_strides &strides, const places &at, int j) const
+    {
+        return at.page[j] * strides.block + at.slot[j] * strides.slot + cta.team * strides.head;
+    }
+    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache,
+                                              const pk_cache_strides &strides, const places &at) const
     {
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-            if (first + j * PASS < item.past_count) load(to[j], cache + find(strides, item.begin + first + j * PASS));
+        for (int j = 0; j < AHEAD; j++) load(to[j], (const CACHE *)cache + offset(strides, at, j));
     }
     /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
     __device__ __forceinline__ void prepare()
     {
+        look();
         enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
         const pk_step_layer &its = cta.its();
         read_norm(cta.warp % (GROUP + 2));
         if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD)
             return;
         const pk_step_layer &next = *(&its + 1);
-        const int begin = cta.item(row).begin, count = min(cta.item(row).past_count, (int)MOST);
+        const step_item &item = cta.item(row);
+        const int count = min(item.past_count, (int)MOST);
 #pragma unroll 1
-        for (int i = first; i < count; i += PASS) {
-            const CACHE *from = lane < LINES ? (const CACHE *)next.k_cache + find(cta.args.k_strides, begin + i)
-                                             : (const CACHE *)next.v_cache + find(cta.args.v_strides, begin + i);
-            pk_prefetch_to_l2(from + lane % LINES * (STEP_HEAD_DIM / LINES));
+        for (int i = first; i < count; i += AHEAD * PASS) {
+            const places at = find(item, i);
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const CACHE *from = lane < LINES ? (const CACHE *)next.k_cache + offset(cta.args.k_strides, at, j)
+                                                 : (const CACHE *)next.v_cache + offset(cta.args.v_strides, at, j);
+                pk_prefetch_to_l2(from + lane % LINES * (STEP_HEAD_DIM / LINES));
+            }
         }
     }
     template <typename From, int COUNT>
@@ -255,7 +278,6 @@ struct step_attention {
         const float scale =
             cta.args.softmax_scale * 1.44269504f * (IS_FP8 ? pk_scale_of(cta.args.k_scale, 0, cta.team) : 1);
         const int own = cta.lane / LANES;
-        const CACHE *its_k = (const CACHE *)cta.its().k_cache, *its_v = (const CACHE *)cta.its().v_cache;
 #pragma unroll 1
         for (int i = first; i - own < item.count; i += AHEAD * PASS) { /* by whole warps */
             uint32_t now[AHEAD][PAIRS];
@@ -267,7 +289,8 @@ struct step_attention {
                 if (i + j * PASS == new_at) load(now[j], heads(row) + GROUP * STEP_HEAD_DIM);
             }
             score_keys(score, q, now);
-            load_keys(k, item, its_k, cta.args.k_strides, next);
+            const bool has_next = next - own < item.past_count; /* the whole warp */
+            if (has_next) load_keys(k, cta.its().k_cache, cta.args.k_strides, find(item, next));
             int left = 0;
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
@@ -276,7 +299,7 @@ struct step_attention {
                 if (i + j * PASS == new_at) load(now[j], heads(row) + (GROUP + 1) * STEP_HEAD_DIM);
             }
             add_keys(score, now, left, scale);
-            load_keys(v, item, its_v, cta.args.v_strides, next);
+            if (has_next) load_keys(v, cta.its().v_cache, cta.args.v_strides, find(item, next));
         }
         const int kept = merge_keys();
 #pragma unroll
@@ -290,11 +313,15 @@ struct step_attention {
     }
     __device__ __forceinline__ void run()
     {
+        look();
         const step_item item = cta.item(row);
 #pragma unroll
         for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
-        load_keys(k, item, (const CACHE *)cta.its().k_cache, cta.args.k_strides, first);
-        load_keys(v, item, (const CACHE *)cta.its().v_cache, cta.args.v_strides, first);
+        if (item.past_count > 0) {
+            const places at = find(item, first);
+            load_keys(k, cta.its().k_cache, cta.args.k_strides, at);
+            load_keys(v, cta.its().v_cache, cta.args.v_strides, at);
+        }
         STEP_MARK(cta, 16);
         letters.wait(MAIL_QKV, cta.warp == 0);
         STEP_MARK(cta, 17);

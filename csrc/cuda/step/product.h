@@ -98,7 +98,7 @@ struct step_multiplier {
         float acc[BLOCKS][CHAINS][4] = {};
 #pragma unroll
         for (int c = 0; c < WHOLE + (REST > 0); c++) {
-            if (c >= columns) continue;
+            if (c > 0 && c >= columns) continue;
             uint32_t x[4];
 #pragma unroll
             for (int step = 0; step < STEP_STEPS; step++) {

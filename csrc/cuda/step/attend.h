@@ -51,8 +51,7 @@ struct step_attention {
     {
         return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS;
     }
-    /* Where past keys are, from this lane's number `first` on: behind the last one it is that once more, because loads on
-     * conditions would wait for each other. */
+    /* Where past keys are; behind the last one it is that once more, because loads on conditions wait for each other. */
     struct places {
         int page[AHEAD], slot[AHEAD];
     };
@@ -328,13 +327,13 @@ struct step_attention {
         make_heads();
         step_meet();
         STEP_MARK(cta, 18);
-        if (first - cta.lane / LANES < item.count) attend(item);
+        attend(item);
         STEP_MARK(cta, 19);
         step_meet();
         send_parts();
         STEP_MARK(cta, 20);
     }
-    /* The warps of a row that have keys become one, and each rank gets its dimensions of it. */
+    /* The warps of a row become one, and each rank gets its dimensions of it. */
     __device__ __forceinline__ void send_parts()
     {
         const step_post<IS_CLUSTER> post(cta);
@@ -343,18 +342,17 @@ struct step_attention {
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * GROUP * STEP_HEAD_DIM; i += STEP_CONSUMING) { /* a warp has one head */
             const int row = i / (GROUP * STEP_HEAD_DIM), h = i / STEP_HEAD_DIM % GROUP, dim = i % STEP_HEAD_DIM;
-            const int num_warps = min(WARPS, (cta.item(row).count + KEYS - 1) / KEYS);
             using of_warps = pk_vec<float, WARPS>;
             const of_warps most = *(const of_warps *)ends(row, h),
                            sums = *(const of_warps *)(ends(row, h) + STEP_CONSUMERS);
+            const float *parts = state(row * WARPS, h) + dim;
             float top = LOWEST, total = 0, value = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) top = fmaxf(top, w < num_warps ? most.at[w] : LOWEST);
+            for (int w = 0; w < WARPS; w++) top = fmaxf(top, most.at[w]);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float fade = step_exp2(most.at[w] - top);
-                if (w < num_warps)
-                    total = fmaf(sums.at[w], fade, total), value = fmaf(state(row * WARPS + w, h)[dim], fade, value);
+                total = fmaf(sums.at[w], fade, total), value = fmaf(parts[w * GROUP * STEP_HEAD_DIM], fade, value);
             }
             if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
             const int line = row * LINES, ends = line + GROUP * STEP_DIMS + 2 * h;

@@ -63,8 +63,7 @@ struct step_letters {
     }
 };
 
-/* Where the team is no cluster: a warp that fetches its share of each kind, which is never nothing: or it would run ahead and
- * arrive twice where the other has not arrived once. */
+/* Where the team is no cluster: a warp that fetches its share of each kind, never nothing: or it would run ahead. */
 struct step_fetcher {
     step_cta &cta;
     step_waiter waiter;

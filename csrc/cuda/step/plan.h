@@ -8,8 +8,8 @@
 
 enum { STEP_LEAST_STAGES = 3, STEP_MOST_STAGES = 12, STEP_ALIGNMENT = 128 /* bytes, of weights */ };
 
-/* What of the model or the batch the kernel does not take, by name; NULL: it takes all. Only shapes are looked at, so that
- * it is decided once, where a graph is captured. Beside it the launch is refused where so many CTAs cannot run at once. */
+/* What of the model or the batch the kernel does not take, by name; NULL: it takes all. It looks at shapes alone, so a
+ * graph's capture decides it. Whether so many CTAs run at once is asked beside it. */
 static inline const char *pk_step_refusal(const pk_step_args &args, bool is_cluster, int smem_bytes)
 {
     const int teams = args.kv_heads, group = teams > 0 ? args.q_heads / teams : 0;
@@ -33,8 +33,7 @@ static inline int pk_step_smem_limit(bool is_cluster, int smem_per_sm, int smem_
     return is_cluster ? smem_per_sm / 2 - 1024 : smem_per_cta;
 }
 
-/* Words of 8 bytes that steps need, zeros before the first one. Any number of graphs of one model and number of rows may
- * share them, one step after another: every word says when it was written, but sums do so by a few bits. */
+/* Words of 8 bytes that steps need, zeros before the first one. Graphs of one model and number of rows may share them. */
 static inline int64_t pk_step_num_words(const pk_step_args &args)
 {
     const int64_t rows = args.num_rows, teams = args.kv_heads;

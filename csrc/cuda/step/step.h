@@ -6,14 +6,12 @@
  *
  *     x -> q k v -> parts of attention -> attention -> sums -> x -> activations -> sums -> x
  *
- * A team is a cluster, whose CTAs write into each other's shared memory; or, where so many clusters do not fit, only 16
- * CTAs, which leave words in global memory. Either way what one CTA has for another lies in shared memory when a barrier
- * says so (mail.h). Words in global memory say themselves whether they are there: 4 bytes of data, 4 of epoch; of sums
- * between teams the last bits are the epoch's, because half of the bytes are polled so.
+ * A team is a cluster, whose CTAs write into each other's shared memory; or 16 CTAs that leave words in global memory.
+ * Either way what one has for another lies in its shared memory when a barrier says so (mail.h). Words in global memory
+ * say themselves whether they are there: 4 bytes of data, 4 of epoch; sums between teams do so in their last bits.
  *
  * A place may be written over as soon as all who read it have answered by what the writer has waited for. Around the circle
- * every CTA of a team waits for all of its team twice, so one buffer of each kind is enough there; between teams it takes
- * two, in turns.
+ * every CTA of a team waits for all of its team, so one buffer of each kind is enough; between teams it takes two.
  */
 #ifndef PK_CUDA_STEP_H
 #define PK_CUDA_STEP_H

@@ -20,8 +20,8 @@ b() {
     b 15 ./bench check 0.6B mode=F rows=1 lens=400 runs=200
     b 10 ./bench time 0.6B mode=F rows=1 lens=400 flying=3,2,4,12 prefetch=8,0,16
     b 10 ./bench_trace time 0.6B mode=F rows=1 lens=400
-    # what a part is worth: keys not asked for ahead (8), no fence (1); fewer chunks held
-    b 8 ./bench time 0.6B mode=E rows=1 lens=400 flags=0,8,1
+    # what a part is worth: keys not asked for ahead (8); fewer chunks held
+    b 8 ./bench time 0.6B mode=E rows=1 lens=400 flags=0,8
     b 8 ./bench_hold3 time 0.6B mode=E rows=1 lens=400
     b 8 ./bench_hold2 time 0.6B mode=E rows=1 lens=400 flying=3,5
     # 7/8 of the model on 7 clusters: two CTAs may share an SM (the probe: 357), or not, with 12 stages (the probe: 298)

@@ -84,11 +84,10 @@ struct step_attention {
     {
         look();
         enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
-        const pk_step_layer &its = cta.its();
         read_norm(cta.warp % (GROUP + 2));
         if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD)
             return;
-        const pk_step_layer &next = *(&its + 1);
+        const pk_step_layer &next = *(&cta.its() + 1);
         const step_item &item = cta.item(row);
         const int count = min(item.past_count, (int)MOST);
 #pragma unroll 1
@@ -317,9 +316,8 @@ struct step_attention {
 #pragma unroll
         for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
         if (item.past_count > 0) {
-            const places at = find(item, first);
-            load_keys(k, cta.its().k_cache, cta.args.k_strides, at);
-            load_keys(v, cta.its().v_cache, cta.args.v_strides, at);
+            load_keys(k, cta.its().k_cache, cta.args.k_strides, find(item, first));
+            load_keys(v, cta.its().v_cache, cta.args.v_strides, find(item, first));
         }
         STEP_MARK(cta, 16);
         letters.wait(MAIL_QKV, cta.warp == 0);
@@ -336,7 +334,7 @@ struct step_attention {
     /* The warps of a row become one, and each rank gets its dimensions of it. */
     __device__ __forceinline__ void send_parts()
     {
-        const step_post<IS_CLUSTER> post(cta);
+        const step_post<IS_CLUSTER> post{cta};
         const uint32_t epoch = cta.epoch();
         constexpr int LINES = GROUP * (STEP_DIMS + 2); /* of a row: dimensions of heads; maximum and sum of each head */
 #pragma unroll 1

@@ -117,10 +117,7 @@ struct step_waiter {
         if ((++looks & 1023) != 0) return true;
         uint32_t *head = params.words.head;
         const uint32_t now = step_now(), limit_ns = params.flags & STEP_SHORT_WAIT ? 20000000 : 1000000000;
-        if (since == 0) {
-            since = now | 1;
-            return true;
-        }
+        if (since == 0) return since = now | 1;
         const bool is_over = __any_sync(~0u, now - since > limit_ns);
         if (is_over && threadIdx.x % 32 == 0 && atomicExch(&head[1], 1u) == 0) head[2] = what << 16 | blockIdx.x;
         has_given_up = __any_sync(~0u, is_over || *(volatile uint32_t *)&head[1] != 0);

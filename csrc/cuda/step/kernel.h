@@ -18,7 +18,7 @@ __device__ __forceinline__ void step_begin(const step_cta &cta)
     else if (thread < 2 * num_stages + STEP_MAILS) {
         const int kind = thread - 2 * num_stages;
         sm90::barrier_init(cta.mail_barrier(kind), IS_CLUSTER ? 1 : STEP_FETCHERS);
-        if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), step_letters<IS_CLUSTER>::bytes(cta, kind));
+        if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), cta.at.mails[kind].count() * 4);
     }
     sm90::barrier_init_fence();
     const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;

@@ -12,8 +12,6 @@ template <bool IS_CLUSTER>
 struct step_post {
     const step_cta &cta;
 
-    __device__ step_post(const step_cta &cta) : cta(cta) {}
-
     __device__ uint64_t *area(int kind) const
     {
         return cta.params.words.mails + (int64_t)cta.team * cta.at.mail_words + cta.at.mails[kind].area;
@@ -52,14 +50,14 @@ struct step_letters {
     uint32_t parities = 0;
 
     __device__ step_letters(const step_cta &cta) : cta(cta), waiter(cta.params) {}
-    __device__ static int bytes(const step_cta &cta, int kind) { return cta.at.mails[kind].count() * 4; }
     /* One warp `is_first` of those that wait for this kind. What comes next is sent after this CTA has answered. */
     __device__ __forceinline__ void wait(int kind, bool is_first)
     {
         const uint32_t barrier = cta.mail_barrier(kind);
         waiter.wait(barrier, parities >> kind & 1, kind);
         parities ^= 1u << kind;
-        if (IS_CLUSTER && is_first && cta.lane == 0) sm90::barrier_arrive_expect(barrier, bytes(cta, kind));
+        if (IS_CLUSTER && is_first && cta.lane == 0)
+            sm90::barrier_arrive_expect(barrier, cta.at.mails[kind].count() * 4);
     }
 };
 
@@ -76,7 +74,7 @@ struct step_fetcher {
         constexpr int COUNT = 4;
         const step_mail mail = cta.at.mails[kind];
         const int share = mail.count() / STEP_FETCHERS, end = (index + 1) * share;
-        const uint64_t *from = step_post<false>(cta).area(kind) + (kind == MAIL_PARTS ? cta.rank * mail.count() : 0);
+        const uint64_t *from = step_post<false>{cta}.area(kind) + (kind == MAIL_PARTS ? cta.rank * mail.count() : 0);
 #pragma unroll 1
         for (int first = index * share; first < end; first += COUNT * 64) {
             uint2 data[COUNT];

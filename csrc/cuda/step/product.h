@@ -22,7 +22,6 @@ struct step_multiplier {
     {
     }
 
-    __device__ bool is_fenced() const { return !(cta.params.flags & STEP_UNFENCED); }
     /* x of two steps of this warp's inputs of a chunk. Rows of the operand that x has not are those that it has, once more. */
     template <bool IS_WIDE>
     __device__ __forceinline__ void load_x(uint32_t (&x)[4], uint32_t from, int column, int step) const
@@ -57,7 +56,7 @@ struct step_multiplier {
 #pragma unroll
         for (int block = FROM; block < BLOCKS; block++) {
             if (block < blocks) {
-                ring.take(weights[block - FROM], place, is_fenced());
+                ring.take(weights[block - FROM], place);
             } else {
                 for (int i = 0; i < STEP_STEPS * 4; i++) weights[block - FROM][i / 4][i % 4] = 0;
             }
@@ -83,7 +82,7 @@ struct step_multiplier {
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             if (i / BLOCKS < columns && i % BLOCKS < part.blocks)
-                ring.take(held[i], place, is_fenced());
+                ring.take(held[i], place);
             else
                 for (int j = 0; j < STEP_STEPS * 4; j++) held[i][j / 4][j % 4] = 0;
         }

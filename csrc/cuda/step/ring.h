@@ -162,14 +162,14 @@ struct step_ring {
                                    : warp / 4 * (STEP_STAGE / 2) + warp % 4 * 2048 + high * 1024);
     }
     /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
-    __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place, bool is_fenced)
+    __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place)
     {
         const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
         step_wait_ring(cta, barrier, next >> 8);
 #pragma unroll
         for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
-        if (is_fenced) sm90::fence_async_proxy();
+        sm90::fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barrier + num_stages * 8);
         next = slot + 1 == num_stages ? (next ^ 256) & 256 : next + 1;

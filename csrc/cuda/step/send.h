@@ -16,7 +16,7 @@ struct step_sender {
     step_turns turns;
     float rms = 0; /* lane r: of row r */
 
-    __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), post(cta) {}
+    __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), post{cta} {}
 
     __device__ int size() const { return cta.args.hidden / STEP_RANKS; } /* of a rank's share of x */
     __device__ uint32_t *residual(int row) const
@@ -312,12 +312,10 @@ struct step_sender {
         read_asked();
 #pragma unroll 1
         for (; !cta.is_end(); cta.half++) {
-            if (cta.half % 2 == 0) {
-                send_qkv();
-                merge_attention();
-            } else {
+            if (cta.half % 2 == 0)
+                send_qkv(), merge_attention();
+            else
                 send_gated();
-            }
             exchange();
         }
         draw_all();

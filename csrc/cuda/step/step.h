@@ -181,7 +181,7 @@ struct pk_step_params {
     int in_flight, prefetch;    /* chunks: under way at most; the L2 is asked so many ahead */
     int flags;
 };
-enum { STEP_UNFENCED = 1, STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */
+enum { STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */
 
 /* A sum between teams says in its last bits when it was written. They are masked before it is added to anything. */
 enum { STEP_TAG = 15 };

@@ -224,6 +224,17 @@ def test_missing_cta(step, cluster, missing):
     check(case, model)
 
 
+@pytest.mark.parametrize("cluster", [True, False])
+def test_nan(step, cluster):
+    """Words say when they were written, whatever they are: nobody waits for a NaN, and no token comes of it."""
+    case = replace(CASES["one"], layers=1, cluster=cluster)
+    model = Model(case, seed=9)
+    model.embedding[model.tokens[0], 7] = 0x7FC0
+    model.run(step)
+    assert model.out.tolist() == [-1]
+    assert model.status[1] == 0
+
+
 @pytest.mark.parametrize(
     ("what", "changes"),
     [

@@ -192,12 +192,6 @@ static ulonglong2 step_load_words(const uint64_t *from)
     return {*(volatile const uint64_t *)from, *(volatile const uint64_t *)(from + 1)};
 }
 static void step_store_word(uint64_t *to, uint32_t data, uint32_t epoch) { *to = (uint64_t)epoch << 32 | data; }
-static void step_store_words(uint64_t *to, uint32_t a, uint32_t b, uint32_t epoch)
-{
-    step_store_word(to, a, epoch);
-    emulated::let_others_run(); /* each word is whole, but two are not one */
-    step_store_word(to + 1, b, epoch);
-}
 static uint2 step_load_sums(const uint32_t *from)
 {
     return {*(volatile const uint32_t *)from, *(volatile const uint32_t *)(from + 1)};

@@ -78,13 +78,16 @@ struct step_fetcher {
 #pragma unroll 1
         for (int first = index * share; first < end; first += COUNT * 64) {
             uint2 data[COUNT];
-            auto at = [&](int i) { return min(first + cta.lane * 2 + i * 64, end - 2); }; /* the last ones once more */
-            waiter.fetch(data, epoch, 32 + kind, [&](int i) { return from + at(i); });
+            uint32_t at[COUNT], to[COUNT]; /* made before the words are there */
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
-                const int line = at(i) / mail.words; /* words of a line are even */
-                *(uint2 *)(cta.smem + step_post<false>::place(mail, line, at(i) - line * mail.words)) = data[i];
+                at[i] = min(first + cta.lane * 2 + i * 64, end - 2); /* the last ones once more */
+                const uint32_t line = at[i] / (uint32_t)mail.words;  /* words of a line are even */
+                to[i] = step_fresh(step_post<false>::place(mail, line, at[i] - line * mail.words));
             }
+            waiter.fetch(data, epoch, 32 + kind, [&](int i) { return from + at[i]; });
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) *(uint2 *)(cta.smem + to[i]) = data[i];
         }
         __syncwarp();
         if (cta.lane == 0) sm90::barrier_arrive(cta.mail_barrier(kind));

@@ -17,12 +17,6 @@ __device__ __forceinline__ void step_store_word(uint64_t *to, uint32_t data, uin
 {
     asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(epoch) : "memory");
 }
-__device__ __forceinline__ void step_store_words(uint64_t *to, uint32_t a, uint32_t b, uint32_t epoch)
-{
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"((uint64_t)epoch << 32 | a),
-                 "l"((uint64_t)epoch << 32 | b)
-                 : "memory");
-}
 /* Two sums that say in their last bits when they were written. */
 __device__ __forceinline__ uint2 step_load_sums(const uint32_t *from)
 {

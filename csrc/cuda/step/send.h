@@ -273,14 +273,12 @@ struct step_sender {
             turns.arrive(STEP_EMPTY);
             turns.next();
         }
-        uint64_t *words = cta.params.words.best;
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
             for (int d = 16; d > 0; d /= 2) best[row] = max(best[row], __shfl_xor_sync(~0u, best[row], d));
             const pk_candidate its = asked(row).is_valid ? best[row] : 0;
-            if (cta.lane == 0)
-                step_store_words(words + (row * cta.num_ctas() + cta.cta()) * 2, (uint32_t)its, (uint32_t)(its >> 32),
-                                 cta.epoch());
+            uint64_t *to = cta.params.words.best + (row * cta.num_ctas() + cta.cta()) * 2;
+            if (cta.lane < 2) step_store_word(to + cta.lane, (uint32_t)(its >> cta.lane * 32), cta.epoch());
         }
     }
     /* The greatest candidate of all CTAs, by the first one. */

@@ -522,7 +522,7 @@ static void time_one(session &s, launcher &l, const char *model, int context)
 
 #ifdef STEP_TRACE
 static uint32_t *the_trace;
-static void print_trace(int layers, int num_ctas, bool is_cluster)
+static void print_trace(int layers, int num_ctas)
 {
     struct {
         const char *what;
@@ -555,8 +555,7 @@ static void print_trace(int layers, int num_ctas, bool is_cluster)
                 {"multiplied, handed over", 14, 13},
                 {"  sender: sums there", 33, 14},
                 {"  sender: other teams' there", 34, 33},
-                {"  sender: x sent", 35, 34},
-                {"  fetcher: x there", 40, 14}};
+                {"  sender: x sent", 35, 34}};
     const int size = (layers + 1) * 64;
     auto t = download(the_trace, 2 * size + 128);
     std::map<int, std::string> on;
@@ -572,9 +571,7 @@ static void print_trace(int layers, int num_ctas, bool is_cluster)
         return sum / (layers - 4);
     };
     for (auto &r : rows)
-        if (r.at < 40 || !is_cluster)
-            printf("    %-32s %7.0f %7.0f\n", r.what, mean(0, r.at, r.from, r.at == 0 || r.at == 40),
-                   mean(1, r.at, r.from, r.at == 0 || r.at == 40));
+        printf("    %-32s %7.0f %7.0f\n", r.what, mean(0, r.at, r.from, r.at == 0), mean(1, r.at, r.from, r.at == 0));
     printf("    %-32s %7.0f %7.0f\n", "a layer", mean(0, 14, 14, true), mean(1, 14, 14, true));
 }
 #endif
@@ -618,7 +615,7 @@ int main(int argc, char **argv)
                             time_one(s, l, argv[2], context);
                         }
 #ifdef STEP_TRACE
-            print_trace(s.m.layers, s.m.kv_heads * STEP_RANKS, is_cluster);
+            print_trace(s.m.layers, s.m.kv_heads * STEP_RANKS);
 #endif
         }
     return 0;

@@ -320,7 +320,7 @@ struct step_attention {
             load_keys(v, cta.its().v_cache, cta.args.v_strides, find(item, first));
         }
         STEP_MARK(cta, 16);
-        letters.wait(MAIL_QKV, cta.warp == 0);
+        letters.wait(MAIL_QKV);
         STEP_MARK(cta, 17);
         make_heads();
         step_meet();
@@ -329,6 +329,7 @@ struct step_attention {
         STEP_MARK(cta, 19);
         step_meet();
         send_parts();
+        if (cta.warp == 0) letters.expect(MAIL_QKV);
         STEP_MARK(cta, 20);
     }
     /* The warps of a row become one, and each rank gets its dimensions of it. */

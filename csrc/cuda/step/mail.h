@@ -50,14 +50,16 @@ struct step_letters {
     uint32_t parities = 0;
 
     __device__ step_letters(const step_cta &cta) : cta(cta), waiter(cta.params) {}
-    /* One warp `is_first` of those that wait for this kind. What comes next is sent after this CTA has answered. */
-    __device__ __forceinline__ void wait(int kind, bool is_first)
+    __device__ __forceinline__ void wait(int kind)
     {
-        const uint32_t barrier = cta.mail_barrier(kind);
-        waiter.wait(barrier, parities >> kind & 1, kind);
+        waiter.wait(cta.mail_barrier(kind), parities >> kind & 1, kind);
         parities ^= 1u << kind;
-        if (IS_CLUSTER && is_first && cta.lane == 0)
-            sm90::barrier_arrive_expect(barrier, cta.at.mails[kind].count() * 4);
+    }
+    /* Afterwards, by one warp of those that have waited: what comes next may come. */
+    __device__ __forceinline__ void expect(int kind) const
+    {
+        if (IS_CLUSTER && cta.lane == 0)
+            sm90::barrier_arrive_expect(cta.mail_barrier(kind), cta.at.mails[kind].count() * 4);
     }
 };
 
@@ -99,7 +101,6 @@ struct step_fetcher {
             const uint32_t epoch = cta.epoch();
             fetch(MAIL_X, epoch);
             fetch(MAIL_SQUARES, epoch);
-            STEP_MARK(cta, 40 + index);
             if (cta.is_end()) break;
             if (cta.half % 2 == 0) {
                 fetch(MAIL_QKV, epoch);

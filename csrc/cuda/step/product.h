@@ -86,14 +86,14 @@ struct step_multiplier {
             else
                 for (int j = 0; j < STEP_STEPS * 4; j++) held[i][j / 4][j % 4] = 0;
         }
-        STEP_MARK(cta, phase * 4);
-        letters.wait(mail, cta.warp == 0);
-        STEP_MARK(cta, phase * 4 + 1);
         const step_mail &its = cta.at.mails[mail];
         const int thread = step_fresh(threadIdx.x), lane = thread % 32, warp = thread / 32;
-        const uint32_t x_at = smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) + lane / 8 * 16 +
-                              (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2);
-        int panel = 0, blocks = part.blocks_of(0);
+        const uint32_t x_at = step_fresh(smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) +
+                                         lane / 8 * 16 + (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2));
+        int panel = 0, blocks = step_fresh(part.blocks_of(0));
+        STEP_MARK(cta, phase * 4);
+        letters.wait(mail);
+        STEP_MARK(cta, phase * 4 + 1);
         float acc[BLOCKS][CHAINS][4] = {};
 #pragma unroll
         for (int c = 0; c < WHOLE + (REST > 0); c++) {
@@ -127,6 +127,7 @@ struct step_multiplier {
             if (++panel == num_panels) break;
             blocks = part.blocks_of(panel), column = 0;
         }
+        if (cta.warp == 0) letters.expect(mail);
         STEP_MARK(cta, phase * 4 + 2);
     }
 };

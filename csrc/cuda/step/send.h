@@ -40,7 +40,7 @@ struct step_sender {
     }
     __device__ __forceinline__ void read_squares()
     {
-        letters.wait(MAIL_SQUARES, true);
+        letters.wait(MAIL_SQUARES);
         const float *from = (const float *)(cta.smem + cta.at.mails[MAIL_SQUARES].smem);
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
@@ -48,6 +48,7 @@ struct step_sender {
             const float its = rsqrtf(sum / cta.args.hidden + cta.args.eps);
             if (cta.lane == row) rms = its;
         }
+        letters.expect(MAIL_SQUARES);
     }
 
     // --- x
@@ -198,7 +199,7 @@ struct step_sender {
     {
         constexpr int DIMS = GROUP * STEP_DIMS;
         const float *parts = (const float *)(cta.smem + cta.at.mails[MAIL_PARTS].smem);
-        letters.wait(MAIL_PARTS, true);
+        letters.wait(MAIL_PARTS);
         STEP_MARK(cta, 26);
 #pragma unroll 1
         for (int first = 0; first < ROWS * DIMS; first += 32) {
@@ -227,6 +228,7 @@ struct step_sender {
                 post.to_all(MAIL_ATTENTION, row, (head * STEP_HEAD_DIM + cta.rank * STEP_DIMS + dim % STEP_DIMS) / 2,
                             pk_pack_pair<__nv_bfloat16>(value, next), cta.epoch());
         }
+        letters.expect(MAIL_PARTS);
         STEP_MARK(cta, 27);
     }
 

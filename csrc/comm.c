@@ -231,7 +231,8 @@ pk_status pk_comm_open(pk_comm *comm, int rank, int size, int fd, pk_device devi
                        pk_error *err)
 {
     const pk_comm_what join = {.operation = PK_COMM_JOIN};
-    *comm = (pk_comm){rank, size, device, comm->way, comm->memory, timeout};
+    *comm = (pk_comm){
+        .rank = rank, .size = size, .device = device, .way = comm->way, .memory = comm->memory, .timeout = timeout};
     for (int i = 0; i < PK_COMM_MAX_RANKS; i++) comm->watched[i] = -1;
     PK_TRY(map(comm, fd, err));
     pk_comm_member *self = &comm->shared->members[rank];

@@ -158,6 +158,17 @@ def test_new_weights(http, other):
     assert told(http.get("/weight_version")) == {"weight_version": "x"}
 
 
+def test_a_pause_by_vllms_other_options(http):
+    answer(http)
+    assert told(http.post("/pause", params={"wait_for_inflight_requests": "true", "clear_cache": "True"}))["is_paused"]
+    assert told(http.post("/reset_prefix_cache")) == {"num_pages": 0}
+    told(http.post("/resume"))
+    answer(http)
+    assert told(http.post("/pause", json={"mode": "keep", "clear_cache": False}))["is_paused"]
+    assert told(http.post("/reset_prefix_cache"))["num_pages"] > 0
+    told(http.post("/resume"))
+
+
 def test_new_weights_in_parts(http):
     """By vLLM's three calls. An answer waits for the last one."""
     parts = [safetensors_bytes({name: ops.asarray(tensor, "float32").numpy()}) for name, tensor in read_files(DEMO).items()]
@@ -174,7 +185,7 @@ def test_new_weights_in_parts(http):
 BAD = [
     ("/sleep", {"level": 3}, "level is 3 but must be 1 or 2"), ("/sleep", {"level": "deep"}, "level is 'deep' but must be an integer"),
     ("/sleep", {"levl": 1}, "levl is no option of this path; it has level, mode"), ("/pause", {"mode": "now"}, "mode is 'now' but"),
-    ("/pause", {"mode": 3}, "mode is 3 but must be a text"),
+    ("/pause", {"mode": 3}, "mode is 3 but must be a text"), ("/pause", {"clear_cache": 1}, "clear_cache is 1 but must be true or false"),
     ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format is False but must be true"),
     ("/finish_weight_update", {"version": 1}, "version is no option of this path; it has weight_version"),
     ("/wake_up", {"tags": ["all"]}, "tags is ['all'] but must be None or a list of weights and kv_cache"),

@@ -41,8 +41,12 @@ async def is_sleeping(server: Server, request: Request) -> Response:
 
 
 async def pause(server: Server, request: Request) -> Response:
-    options = await _options(server, request, {"mode": _text})
-    await _control(server, "pause", **options)
+    given = {"mode": _text, "wait_for_inflight_requests": _flag, "clear_cache": _flag}  # vLLM's
+    options = await _options(server, request, given)
+    clears, waits = options.pop("clear_cache", False), options.pop("wait_for_inflight_requests", False)
+    await _control(server, "pause", **({"mode": "wait"} if waits else {}) | options)
+    if clears:
+        await _control(server, "reset_prefix_cache")
     return json_response({"status": "paused", "is_paused": True})
 
 
@@ -222,8 +226,17 @@ def _seconds(value: Any) -> float:
     return value
 
 
+def _flag(value: Any) -> bool:
+    """In a query a text."""
+    if value is True or value is False:
+        return bool(value)
+    if not isinstance(value, str) or value.lower() not in ("true", "false", "1", "0"):
+        raise ValueError("must be true or false")
+    return value.lower() in ("true", "1")
+
+
 def _is_checkpoint(value: Any) -> bool:
-    if value is not True and value not in ("true", "True", "1"):
+    if not _flag(value):
         raise ValueError("must be true: tensors are those of a checkpoint")
     return True
 

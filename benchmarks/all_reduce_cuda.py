@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 
 import numpy as np
+from gpu_ranks import add_rank_options, machine, run_ranks
 from record import add_record_option, record
 
 from pagedkv import Event, Graph, Stream, asarray, empty, ops
@@ -57,7 +55,7 @@ def timed(comm: ops.Communicator, rows: int, width: int, fused: bool) -> float:
 
 def run_rank(args: argparse.Namespace) -> None:
     rank, size, way = args.rank, len(args.devices), args.way
-    comm = ops.Communicator(rank, size, args.memory, f"cuda:{args.devices[rank]}", way=way)
+    comm = ops.Communicator(rank, size, args.file, f"cuda:{args.devices[rank]}", way=way)
     for rows in args.rows:
         for fused in (False, True):
             us = timed(comm, rows, args.width, fused)
@@ -71,32 +69,18 @@ def run_rank(args: argparse.Namespace) -> None:
 def run_all(args: argparse.Namespace) -> None:
     found = []
     for way in WAYS:
-        memory = os.memfd_create("ranks")
-        command = [sys.executable, __file__, "--way", way, "--memory", str(memory), "--width", str(args.width)]
-        command += ["--rows", *map(str, args.rows), "--devices", *map(str, args.devices), "--rank"]
-        processes = [
-            subprocess.Popen([*command, str(rank)], pass_fds=(memory,), stdout=subprocess.PIPE, text=True)
-            for rank in range(len(args.devices))
-        ]
-        os.close(memory)
-        said = [process.communicate()[0] for process in processes]
-        if any(process.returncode for process in processes):
-            raise SystemExit(f"{way}: a rank has failed")
-        found += [json.loads(line) for line in said[0].splitlines()]
-        print(said[0], end="")
+        said = run_ranks(__file__, args.devices, "--way", way, "--width", args.width, "--rows", *args.rows)
+        found += [json.loads(line) for line in said.splitlines()]
     if not args.no_record:
-        gpus = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
-        record("all-reduce-cuda", found, machine={"gpus": gpus.stdout.split("\n")[:-1], "devices": args.devices})
+        record("all-reduce-cuda", found, machine=machine(args.devices))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 2048, 8192])
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     add_record_option(parser)
     args = parser.parse_args()
     run_all(args) if args.rank is None else run_rank(args)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 
 import numpy as np
+from gpu_ranks import add_rank_options, machine, run_ranks
 from record import add_record_option, record
 
 from pagedkv import Graph, Stream, asarray, empty, ops
@@ -117,32 +115,18 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    file = os.memfd_create("ranks")
-    command = [sys.executable, __file__, "--file", str(file), "--replays", str(args.replays), "--seconds", str(args.seconds)]
-    command += ["--memory", args.memory, "--devices", *map(str, args.devices), "--rank"]
-    processes = [
-        subprocess.Popen([*command, str(rank)], pass_fds=(file,), stdout=subprocess.PIPE, text=True)
-        for rank in range(len(args.devices))
-    ]
-    os.close(file)
-    said = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit("a rank has failed")
-    print(said[0], end="")
+    options = "--replays", args.replays, "--seconds", args.seconds, "--memory", args.memory
+    said = run_ranks(__file__, args.devices, *options)
     if not args.no_record:
-        gpus = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
-        machine = {"gpus": gpus.stdout.split("\n")[:-1], "devices": args.devices}
-        record("all-reduce-soak", [json.loads(said[0])], machine=machine)
+        record("all-reduce-soak", [json.loads(said)], machine=machine(args.devices))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--replays", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--memory", default="auto", choices=["auto", "host"])
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     add_record_option(parser)
     args = parser.parse_args()
     run_all(args) if args.rank is None else run_rank(args)

@@ -52,6 +52,9 @@ def call_later(engine: Control, name: str, args: tuple[Any, ...], options: Mappi
 class Control(WeightUpdates):
     """That part of Engine."""
 
+    def _start_control(self) -> None:
+        self._asleep: set[str] = set()  # tags of what has no memory; for the core's thread
+
     # --- pauses
 
     def pause(self, mode: PauseMode = "abort") -> None:
@@ -134,6 +137,20 @@ class Control(WeightUpdates):
                 self._asleep.discard(tag)
         finally:
             self._hold_if_asleep(runner)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory is given back, or weights are missing: nothing is served then."""
+        return "sleep" in self._core.holds
+
+    def _hold_if_asleep(self, runner: ModelRunner) -> None:
+        if self._asleep or runner.weights.num_missing:
+            self._core.add_hold("sleep")
+        elif self.is_sleeping():
+            self._core.release("sleep")
+
+    def _check_awake(self, tag: str) -> None:
+        if tag in self._asleep:
+            raise RuntimeError(f"the engine is asleep: call wake_up([{tag!r}]) first")
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached pages between two steps; returns how many. Nobody finds those of requests on their way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -15,19 +16,23 @@ from .core import EngineCore
 from .runner.model_runner import ModelRunner
 
 GROUP_DEVICES = ("cuda",)  # of which NCCL makes groups
+Told = Callable[[], Any] | None  # see WeightUpdates._write()
 
 
-class WeightUpdates:
+class WeightUpdates(ABC):
     """That part of Engine."""
 
     _core: EngineCore
     manager: BlockManager
     _open_runner: Callable[[], ModelRunner]
+    _has_other_weights = False  # than those of the folder
+    _named_version: int | str | None = None  # by a call of the update that has begun
 
-    def _start_control(self) -> None:
-        self._asleep: set[str] = set()  # tags of what has no memory; for the core's thread
-        self._has_other_weights = False  # than those of the folder
-        self._named_version: int | str | None = None  # by a call of the update that has begun
+    @abstractmethod
+    def _check_awake(self, tag: str) -> None: ...
+
+    @abstractmethod
+    def _hold_if_asleep(self, runner: ModelRunner) -> None: ...
 
     def update_weights(
         self,
@@ -68,7 +73,7 @@ class WeightUpdates:
             if is_sent:
                 return self._receive(runner, given, wanted)
             path = os.path.abspath(os.fspath(tensors)) if is_path else None  # type: ignore[arg-type]
-            return self._take(runner, given, wanted, lambda: path or packed(given))
+            return self._take(runner, given, wanted, (lambda: path) if is_path else None)
 
         return self._core.call(update)
 
@@ -83,7 +88,7 @@ class WeightUpdates:
             runner.on_all("weights.drop_received")
 
     def _take(
-        self, runner: ModelRunner, tensors: Mapping[str, Tensor], wanted: int | str | None, told: Callable[[], Any]
+        self, runner: ModelRunner, tensors: Mapping[str, Tensor], wanted: int | str | None, told: Told
     ) -> int | str:
         """told: see _write()."""
         book, gathered = self._core.book, runner.weights.gathered
@@ -93,16 +98,16 @@ class WeightUpdates:
             book.weight_version = version
         else:
             if ready := runner.weights.gather(tensors):
-                self._write(runner, ready, lambda: packed(ready))
+                self._write(runner, ready)
             self._named_version = wanted if wanted is not None else self._named_version
         return book.weight_version
 
-    def _write(self, runner: ModelRunner, tensors: Mapping[str, Tensor], told: Callable[[], Any]) -> None:
-        """told(): what all ranks are given in their place where there are several."""
+    def _write(self, runner: ModelRunner, tensors: Mapping[str, Tensor], told: Told = None) -> None:
+        """told(): what all ranks are given where there are several; None: the tensors, by way of the host."""
         payload: Any = tensors
         if runner.team is not None:
             runner.weights.check(tensors)  # before the other ranks are told
-            payload = told()
+            payload = packed(tensors) if told is None else told()
         self._core.drain()
         try:
             self._has_other_weights = True
@@ -142,8 +147,7 @@ class WeightUpdates:
             self._check_awake("weights")
             version = self._next_version(self._named_version if wanted is None else wanted)
             if runner.weights.gathered.waiting:
-                waiting = runner.weights.gathered.waiting
-                self._write(runner, waiting, lambda: packed(waiting))
+                self._write(runner, runner.weights.gathered.waiting)
             runner.weights.gathered, self._core.book.weight_version = None, version
             self._core.release("update")
             return version
@@ -206,22 +210,6 @@ class WeightUpdates:
     def _refuse_other_weights(self) -> None:
         if self._has_other_weights:
             raise ValueError("update_weights() has changed the weights, but a saved cache is of those in the folder")
-
-    # --- sleep (control.py)
-
-    def is_sleeping(self) -> bool:
-        """Whether memory is given back, or weights are missing: nothing is served then."""
-        return "sleep" in self._core.holds
-
-    def _hold_if_asleep(self, runner: ModelRunner) -> None:
-        if self._asleep or runner.weights.num_missing:
-            self._core.add_hold("sleep")
-        elif self.is_sleeping():
-            self._core.release("sleep")
-
-    def _check_awake(self, tag: str) -> None:
-        if tag in self._asleep:
-            raise RuntimeError(f"the engine is asleep: call wake_up([{tag!r}]) first")
 
 
 def _raise_problems(problems: list[str | None]) -> None:

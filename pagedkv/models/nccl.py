@@ -177,7 +177,7 @@ class WeightGroup:
                 _library().ncclCommAbort(comm)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """NCCL goes on with it in threads of its own."""
+        """Calls NCCL, whose own threads may go on with it, and waits for them."""
         try:
             _check(_library()[f"nccl{name}"](*arguments), self._comm, name)
             self._wait(name, lambda: True)
@@ -186,7 +186,7 @@ class WeightGroup:
             raise
 
     def _wait(self, name: str, is_done: Callable[[], bool]) -> None:
-        """Until it is done, and NCCL has done what it goes on with."""
+        """Returns when is_done() says so and NCCL has nothing under way. Who waits too long leaves the group."""
         state, end = ctypes.c_int(IN_PROGRESS), time.monotonic() + self._timeout
         while True:
             _check(_library().ncclCommGetAsyncError(self._comm, ctypes.byref(state)), self._comm, name)

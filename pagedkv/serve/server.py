@@ -104,7 +104,6 @@ class Server:
         """Events: see Reply."""
         return Reply(parts, EVENTS, headers, keep_alive=self.keep_alive, **options)
 
-
     def answers(
         self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str, *,
         shows_aborts: bool = False,

@@ -60,7 +60,7 @@ PyDoc_STRVAR(
     "Raises:\n"
     "    ValueError: a number, or a rank that another process has taken.\n"
     "    GroupError: a rank did not come.\n"
-    "    CudaError: the device, or what it writes for others does not arrive.");
+    "    CudaError: of the device; or what one GPU writes does not arrive at another.");
 
 static int read_seconds(const char *name, PyObject *object, double *seconds)
 {

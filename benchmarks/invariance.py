@@ -1,6 +1,7 @@
 """Random schedules of an engine with batch_invariant=True: each request has the bits that it has alone.
 
     python benchmarks/invariance.py [--model 0.6B] [--device cuda] [--count 10000] [--first 0] [--seed 0] [--ranks 1]
+                                    [--processes 8]
 
 A set of requests is served alone first, one after the other, by an engine that keeps nothing: tokens and log probabilities.
 A schedule is some of them at once, in random order and with random priorities, while others that nobody looks at come and
@@ -14,6 +15,7 @@ A difference ends the run with exit status 1, and says where it is. Writes resul
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -119,18 +121,9 @@ def first_difference(got: Answer, expected: Answer) -> str:
     return f"{got} and alone {expected}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0.6B", choices=["demo", *nano_bench.SHAPES])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--count", type=int, default=10_000, help="schedules")
-    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other schedule begins")
-    parser.add_argument("--seed", type=int, default=0)
-    add_record_option(parser)
-    args = parser.parse_args()
-    start, num_answers, num_tokens, preemptions, number = time.perf_counter(), 0, 0, 0, args.first
+def run(args: argparse.Namespace, first: int, end: int) -> dict[str, Any]:
+    """The schedules from `first` to before `end`."""
+    start, num_answers, num_tokens, preemptions, number = time.perf_counter(), 0, 0, 0, first
     with tempfile.TemporaryDirectory() as scratch:
         folder = DEMO if args.model == "demo" else nano_bench.write_shape(args.model, Path(scratch))
         alone = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "num_blocks": 64, "enable_prefix_caching": False}
@@ -139,7 +132,6 @@ def main() -> None:
                 np.random.default_rng(args.seed), llm.config.vocab_size, max_len(args) - MOST_TOKENS
             )
             expected = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests]
-        end = args.first + args.count
         while number < end and time.perf_counter() - start < args.seconds:
             sizes = sizes_of(np.random.default_rng([args.seed, number // PER_ENGINE, 1]), args)
             with engine(folder, args, **sizes) as llm:
@@ -148,20 +140,44 @@ def main() -> None:
                     for i, got in run_schedule(llm, requests, np.random.default_rng([args.seed, number]), number):
                         num_answers, num_tokens = num_answers + 1, num_tokens + len(got[0])
                         if got != expected[i]:
-                            sys.exit(f"schedule {number} {sizes}, request {i}: {first_difference(got, expected[i])}")
+                            difference = first_difference(got, expected[i])
+                            raise AssertionError(f"schedule {number} {sizes}, request {i}: {difference}")
                     number += 1
                 preemptions += llm.stats().num_preemptions
             print(
-                f"{number - args.first} schedules in {time.perf_counter() - start:.0f} s: {num_answers:,} answers, "
+                f"{first} to {number - 1} in {time.perf_counter() - start:.0f} s: {num_answers:,} answers, "
                 f"{num_tokens:,} tokens, {preemptions:,} preemptions, no difference",
                 flush=True,
             )
-    row = {
-        "model": args.model, "ranks": args.ranks, "seed": args.seed, "first": args.first, "schedules": number - args.first,
+    return {
+        "model": args.model, "ranks": args.ranks, "seed": args.seed, "first": first, "schedules": number - first,
         "answers": num_answers, "tokens": num_tokens, "preemptions": preemptions, "differences": 0,
     }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", choices=["demo", *nano_bench.SHAPES])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10_000, help="schedules")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device, and have as many engines each")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other schedule begins")
+    parser.add_argument("--seed", type=int, default=0)
+    add_record_option(parser)
+    args = parser.parse_args()
+    each = -(-args.count // (args.processes * PER_ENGINE)) * PER_ENGINE
+    end = args.first + args.count
+    parts = [(args, first, min(end, first + each)) for first in range(args.first, end, each)]
+    with multiprocessing.get_context("spawn").Pool(len(parts)) as pool:
+        try:
+            rows = pool.starmap(run, parts)
+        except AssertionError as difference:
+            sys.exit(str(difference))
+    print(f"{sum(row['schedules'] for row in rows):,} schedules, no difference")
     if not args.no_record:
-        record(f"invariance-{args.device}", [row], device=args.device)
+        record(f"invariance-{args.device}", rows, device=args.device)
 
 
 if __name__ == "__main__":

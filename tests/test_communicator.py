@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,23 +267,28 @@ def test_a_kernel_whose_peer_was_killed(cuda):
         assert ranks.receive(0)[0] < 0.5
 
 
-def reduce_on_two_streams(comm):
+def reduce_on_two_streams(comm, launched):
+    """launched: a file that rank 0 makes when it has launched both of its calls, for which the others wait."""
     x, streams = put(X, comm.device), [Stream(comm.device) for _ in range(2)]
-    time.sleep(0.5 * comm.rank)  # rank 0 has both of its calls on the GPU by then
+    while comm.rank and not os.path.exists(launched):
+        time.sleep(0.01)
+    time.sleep(0.5 * comm.rank)  # both are on the GPU by then
     with pytest.raises(GroupError) as raised:
         for i in range(2):
             ops.all_reduce(x, comm, stream=streams[i if comm.rank == 0 else 0])
+        if comm.rank == 0:
+            Path(launched).touch()
         ops.synchronize(comm.device)
         comm.check()
     return str(raised.value)
 
 
 @pytest.mark.gpu
-def test_two_kernels_at_once(cuda):
+def test_two_kernels_at_once(cuda, tmp_path):
     """Of one communicator, which has one set of mailboxes: nothing that they leave can be trusted."""
-    with Ranks(2, cuda, timeout=2) as ranks:
+    with Ranks(2, cuda, timeout=10) as ranks:
         ranks(reduce_once)
-        first, second = ranks(reduce_on_two_streams)
+        first, second = ranks(reduce_on_two_streams, str(tmp_path / "launched"))
         assert first == second == "all_reduce: two calls of rank 0 ran at the same time, on streams that nobody has ordered"
 
 

@@ -120,7 +120,7 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
 
 def logits_graphs(runner: ModelRunner) -> list[pagedkv.Graph | None]:
     """Of each batch size, without adapters."""
-    return [runner.graphs and runner.graphs.get((size, True, False)) for size in runner.batch_sizes]
+    return [runner.graphs and runner.graphs.get((size, 0, True, False)) for size in runner.batch_sizes]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

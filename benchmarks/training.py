@@ -105,7 +105,8 @@ def main() -> None:
     for size in args.models:
         with tempfile.TemporaryDirectory() as scratch:
             folder = nano_bench.write_shape(size, Path(scratch))
-            llm = LLM(folder, device=args.device, load_format="dummy", max_model_len=4096)
+            sizes = {"max_model_len": 4096, "gpu_memory_utilization": 0.6}  # the tensors lie beside it
+            llm = LLM(folder, device=args.device, load_format="dummy", **sizes)
         with llm:
             tokens(llm)  # what is done at the first use
             rows.append({"model": size, "update": measure_updates(llm, size, args.device, args.runs),

@@ -270,12 +270,14 @@ def test_a_kernel_whose_peer_was_killed(cuda):
 def reduce_on_two_streams(comm, launched):
     """launched: a file that rank 0 makes when it has launched both of its calls, for which the others wait."""
     x, streams = put(X, comm.device), [Stream(comm.device) for _ in range(2)]
-    while comm.rank and not os.path.exists(launched):
+    outs = [put(X, comm.device) for _ in range(2)]  # one that is dropped would be freed, which waits for the GPU
+    start = time.monotonic()
+    while comm.rank and not os.path.exists(launched) and time.monotonic() - start < 20:
         time.sleep(0.01)
     time.sleep(0.5 * comm.rank)  # both are on the GPU by then
     with pytest.raises(GroupError) as raised:
         for i in range(2):
-            ops.all_reduce(x, comm, stream=streams[i if comm.rank == 0 else 0])
+            ops.all_reduce(x, comm, out=outs[i], stream=streams[i if comm.rank == 0 else 0])
         if comm.rank == 0:
             Path(launched).touch()
         ops.synchronize(comm.device)

@@ -18,10 +18,11 @@ NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "
 @pytest.mark.gpu
 @pytest.mark.skipif("PAGEDKV_CUDA_MAX_CC" in os.environ, reason="the whole suite runs as an older device")
 @pytest.mark.parametrize("capability", ["80", "86"])
-def test_the_kernels_of_older_devices(cuda, capability):
-    files = [Path(__file__).with_name(f"test_{name}.py") for name in NAMES]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_of_older_devices(cuda, name, capability):
+    file = Path(__file__).with_name(f"test_{name}.py")
     tests = "case or pool or graph or product or projection or options"
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", tests, *files]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", tests, file]
     result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": capability}, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 

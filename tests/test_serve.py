@@ -178,6 +178,28 @@ def test_logprobs(llm, http):
             assert len(each["top_logprobs"]) == 2 and each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
 
 
+def test_echo(llm, http):
+    """The prompt before the answer, with the log probabilities of its tokens: what lm-eval asks for."""
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=2)
+    output = llm.generate("473+89=", params, use_tqdm=False)[0]
+    answer, ids = output.outputs[0].text, output.prompt_token_ids
+    options = {"temperature": 0, "max_tokens": 5, "logprobs": 2, "echo": True}
+    texts = [llm.tokenizer.decode([token], skip_special_tokens=False) for token in ids + output.outputs[0].token_ids]
+    expected = [None, *(of_ids[token] for token, of_ids in zip(ids[1:], output.prompt_logprobs[1:], strict=True))]
+    expected += [of_ids[token] for token, of_ids in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)]
+    for prompt in ("473+89=", ids):
+        found = post(http, COMPLETIONS, prompt=prompt, **options)["choices"][0]
+        (part,) = streamed(http.post(COMPLETIONS, json={"prompt": prompt, "stream": True} | options)).values()
+        joined = {key: [value for each in part["logprobs"] for value in each[key]] for key in found["logprobs"]}
+        assert found["text"] == part["text"] == "473+89=" + answer and found["logprobs"] == joined
+        assert joined["tokens"] == texts and joined["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
+        assert joined["token_logprobs"][0] is joined["top_logprobs"][0] is None
+        np.testing.assert_allclose(joined["token_logprobs"][1:], expected[1:], atol=1e-5)
+    one, other = post(http, COMPLETIONS, prompt=["1+1=", "2+2="], echo=True, max_tokens=0)["choices"]
+    assert (one["text"], other["text"], one["logprobs"]) == ("1+1=", "2+2=", None)
+    assert [each["text"][:4] for each in post(http, COMPLETIONS, prompt="1+1=", echo=True, n=2, temperature=1)["choices"]] == ["1+1="] * 2
+
+
 def test_usage_of_streams(http):
     body = {"prompt": "473+89=", "stream": True}
     assert not any("usage" in each for each in events_of(http.post(COMPLETIONS, json=body).text))

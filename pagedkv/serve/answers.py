@@ -47,7 +47,9 @@ class Answers:
         """shows_aborts: one that the server ends is an answer as far as it came, else an error."""
         gate.check(len(prompts) * params.n)  # before there is a stream for each
         self._gate, self._n, self._shows_aborts = gate, params.n, shows_aborts
+        self.prompts = prompts
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
+        self.prompt_logprobs: list[list[dict[int, float] | None]] = [[] for _ in prompts]  # see RequestOutput
         self._num_cached, self._num_new = [0] * len(prompts), 0
         self._streams = [
             client.generate(each, params, lora_request=lora_request, priority=priority, salt=salt) for each in prompts
@@ -87,6 +89,7 @@ class Answers:
         if output.error is not None:
             raise of_engine(output.error)
         self.prompt_token_ids[prompt], self._num_cached[prompt] = output.prompt_token_ids, output.num_cached_tokens
+        self.prompt_logprobs[prompt] = output.prompt_logprobs or self.prompt_logprobs[prompt]
         pieces = []
         for one in output.outputs:
             if one.finish_reason == "abort" and not self._shows_aborts:

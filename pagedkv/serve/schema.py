@@ -66,6 +66,7 @@ class Generation:
 class CompletionRequest(Generation):
     prompt: Any = None
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 @dataclass(kw_only=True)

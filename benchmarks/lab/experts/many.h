@@ -57,7 +57,7 @@ struct many_cta {
     __device__ __forceinline__ void init_barriers() const
     {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(smem_address(&shared.full[i]), 1 + (shape::GATHERS ? shape::COPIERS : 0));
+            barrier_init(smem_address(&shared.full[i]), 1 + (shape::GATHERS && !shape::ROW_WARPS ? shape::COPIERS : 0));
             barrier_init(smem_address(&shared.empty[i]), shape::READERS * CLUSTER);
         }
         barrier_init_fence();
@@ -173,6 +173,53 @@ struct many_cta {
             }
         }
     }
+    /* The same by the engine, a row of 128 bytes a copy. Lane i knows the (i + 32 j)-th row of its warp's share. */
+    __device__ __forceinline__ void copy_rows() const
+    {
+        constexpr int SHARE = ROWS / shape::ROW_WARPS, MOST = (SHARE + 31) / 32;
+        const int its_warp = warp - shape::WORKERS / 32;
+        if (walker >= num_tiles || its_warp >= shape::ROW_WARPS) return;
+        const bool is_elected = elect_one();
+        many_ring at = {};
+        pk_expert_group next = group_of(walker);
+#pragma unroll 1
+        for (int tile = walker; tile < num_tiles; tile += num_walkers) {
+            const many_place place = place_of(tile);
+            const pk_expert_group group = next;
+            next = group_of(tile + num_walkers);
+            const int count = min(SHARE, group.count - its_warp * SHARE); /* may be negative */
+            int rows[MOST];
+            for (int j = 0; j < MOST; j++) {
+                const int row = its_warp * SHARE + j * 32 + lane;
+                const int pair = params.lists.order[group.first + min(row, group.count - 1)];
+                rows[j] = group.expert >= args.num_experts ? -1 /* outside: zeros */
+                          : args.x_pair_stride             ? pair
+                                                           : pair / (int)args.num_chosen;
+            }
+#pragma unroll 1
+            for (int step = 0; step < num_steps; step++) {
+                const uint32_t barrier = smem_address(&shared.full[at.stage]),
+                               to = ring + at.stage * shape::STAGE_BYTES + its_warp * SHARE * MANY_LINE * 2;
+                barrier_wait(smem_address(&shared.empty[at.stage]), at.parity ^ 1);
+                if (its_warp == 0 && is_elected) {
+                    barrier_arrive_expect(barrier, shape::WEIGHT_BYTES + group.count * MANY_LINE * 2);
+                    copy_weight(group.expert, place.block, step, at.stage);
+                }
+                __syncwarp();
+#pragma unroll
+                for (int first = 0; first < SHARE; first += 8) {
+                    if (first >= count) break;
+#pragma unroll
+                    for (int i = first; i < first + 8; i++) {
+                        const int row = __shfl_sync(~0u, rows[i / 32], i % 32);
+                        if (i < count && is_elected)
+                            copy_2d(to + i * MANY_LINE * 2, &params.x_maps[0], barrier, step * MANY_LINE, row);
+                    }
+                }
+                many_advance(at, STAGES);
+            }
+        }
+    }
 
     // --- the warpgroups that multiply
 
@@ -203,7 +250,7 @@ struct many_cta {
                 many_advance(ahead, STAGES);
             }
             barrier_wait(smem_address(&shared.full[at.stage]), at.parity);
-            if (shape::GATHERS) fence_async_proxy(); /* ordinary copies are no work of the engine's */
+            if (shape::GATHERS && !shape::ROW_WARPS) fence_async_proxy(); /* ordinary copies are no work of the engine's */
             wgmma_fence();
             for (int k = 0; k < MANY_LINE; k += 16)
                 for (int block = 0; block < shape::BLOCKS; block++)

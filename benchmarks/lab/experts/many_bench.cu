@@ -246,7 +246,7 @@ static double difference(const kind &its, int T)
     cudaFree(library), cudaFree(sums);
     return sqrt(its_sums[0] / its_sums[1]);
 }
-static void time_tokens(int T)
+static void route_tokens(int T)
 {
     for (int i = 0; i < LAYERS; i++) {
         pk_error err;
@@ -256,6 +256,10 @@ static void time_tokens(int T)
         pk_cuda_route_experts(&args, call);
     }
     OK(cudaStreamSynchronize(stream));
+}
+static void time_tokens(int T)
+{
+    route_tokens(T);
     const double pairs = (double)T * chosen, up_flop = pairs * 4 * width * hidden, down_flop = up_flop / 2;
     const float up = timed([&](int i) { by_library(up_args(T, layers[i])); });
     const float down = timed([&](int i) { by_library(down_args(T, layers[i])); });
@@ -263,6 +267,7 @@ static void time_tokens(int T)
     printf("%5d tokens, library (each product lists by itself): up %7.1f down+sum %7.1f both %7.1f us\n", T, up, down,
            both);
     const kind first = {&VARIANTS[0], &VARIANTS[0]};
+    auto time_all = [&](const kind &its) { return timed([&](int i) { parts{its, T, layers[i]}.all(); }); };
     auto time_part = [&](const kind &its, void (parts::*part)()) {
         return timed([&](int i) {
             parts all = {its, T, layers[i]};
@@ -303,24 +308,99 @@ static void time_tokens(int T)
                 if (each.up->rows == rows && !strcmp(each.name(), name) && us < least) best = each, least = us;
             }
             if (!best.up) continue;
-            const float us = time_part(best, &parts::all);
+            const float us = time_all(best);
             printf("%5d tokens, a layer of %-20s %-22s / %-22s: %7.1f us; the library %7.1f; differs by %.1e\n", T,
                    name, best.up->name, best.down->name, us, both, difference(best, T));
             fflush(stdout);
         }
 }
 
+// --- where a layer's time goes, and how fast the SMs' clock is meanwhile
+
+struct stamp {
+    uint64_t ns, clocks, sm;
+};
+__global__ void stamp_kernel(stamp *to)
+{
+    uint64_t ns;
+    uint32_t sm;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+    *to = {ns, (uint64_t)clock64(), sm};
+}
+static const variant *named(const char *name)
+{
+    for (const variant &each : VARIANTS)
+        if (!strcmp(each.name, name)) return &each;
+    printf("no %s\n", name);
+    exit(1);
+}
+static void show_parts(int T, const char *up, const char *down)
+{
+    enum { PARTS = 5, STAMPS = LAYERS * (PARTS + 1) };
+    const kind its = {named(up), named(down)};
+    stamp *to, of[STAMPS];
+    OK(cudaMalloc(&to, sizeof of));
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    parts{its, T, layers[0]}.all();
+    OK(cudaStreamSynchronize(stream));
+    OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    int next = 0;
+    auto stamp_now = [&] { stamp_kernel<<<1, 1, 0, stream>>>(to + next++); };
+    for (int i = 0; i < LAYERS; i++) {
+        stamp_now();
+        parts{its, T, layers[i]}.all(stamp_now);
+    }
+    OK(cudaStreamEndCapture(stream, &graph));
+    OK(cudaGraphInstantiate(&exec, graph, 0));
+    const int most = std::max(4, 2400000 / (T * 3 * LAYERS));
+    for (int launch = 1, shown = 1; launch <= most; launch++) {
+        OK(cudaGraphLaunch(exec, stream));
+        if (launch != shown && launch != most) continue;
+        shown *= 6;
+        OK(cudaMemcpyAsync(of, to, sizeof of, cudaMemcpyDeviceToHost, stream));
+        OK(cudaStreamSynchronize(stream));
+        double us[PARTS + 1] = {}, clocks[PARTS + 1] = {};
+        for (int i = 0; i < LAYERS; i++)
+            for (int part = 1; part <= PARTS; part++) {
+                const stamp &a = of[i * (PARTS + 1) + part - 1], &b = of[i * (PARTS + 1) + part];
+                if (a.sm != b.sm) continue;
+                us[part] += (double)(b.ns - a.ns) / 1000, clocks[part] += (double)(b.clocks - a.clocks);
+                us[0] += (double)(b.ns - a.ns) / 1000, clocks[0] += (double)(b.clocks - a.clocks);
+            }
+        printf("%5d tokens, %s / %s, launch %3d:", T, up, down, launch);
+        const char *names[] = {"all", "lists", "copy", "up", "down", "sum"};
+        for (int part : {1, 2, 3, 4, 5, 0})
+            printf("  %s %.1f us %.0f MHz", names[part], us[part] / LAYERS, clocks[part] / std::max(1.0, us[part]));
+        printf("\n");
+        fflush(stdout);
+    }
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaFree(to);
+}
+
 int main(int argc, char **argv)
 {
     OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     std::vector<int> tokens;
+    bool shows_parts = false;
     for (int i = 1; i < argc; i++) {
         if (!strncmp(argv[i], "only=", 5)) only.push_back(argv[i] + 5);
         if (!strcmp(argv[i], "check")) return check_all() ? 0 : 1;
+        shows_parts |= !strcmp(argv[i], "parts");
         if (atoi(argv[i]) > 0) tokens.push_back(atoi(argv[i]));
     }
     if (tokens.empty()) return 1;
     make_layers(*std::max_element(tokens.begin(), tokens.end()), LAYERS);
-    for (int T : tokens) time_tokens(T);
+    for (int T : tokens) {
+        if (!shows_parts) time_tokens(T);
+        if (shows_parts) {
+            route_tokens(T);
+            show_parts(T, "256x192 gather", "256x192 gather");
+            show_parts(T, "256x192 gather", "2 x 128x192 engine");
+            show_parts(T, "2 x 128x192 engine", "2 x 128x192 engine");
+            show_parts(T, "2 x 128x192 rows by 4 warps", "2 x 128x192 rows by 4 warps");
+        }
+    }
     return 0;
 }

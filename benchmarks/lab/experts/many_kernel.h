@@ -22,7 +22,9 @@ __global__ void __launch_bounds__(shape::THREADS, 1) expert_many_kernel(const __
     cta.find_tiles();
     if (threadIdx.x >= shape::WORKERS) {
         give_registers<shape::COPIER_REGISTERS>();
-        if constexpr (shape::GATHERS)
+        if constexpr (shape::ROW_WARPS > 0)
+            cta.copy_rows();
+        else if constexpr (shape::GATHERS)
             cta.gather_all();
         else if (threadIdx.x == shape::WORKERS)
             cta.copy_all();
@@ -55,6 +57,14 @@ static pk_status launch_many(many_params &params, int num_ctas, const pk_cuda_ca
         const int64_t x_sizes[] = {weight.in_features, pk_num_pairs(args)}, x_strides[] = {1, args->x_pair_stride};
         const int x_box[] = {MANY_LINE, (i + 1) * MANY_STEP / shape::CLUSTER};
         PK_TRY(pk_cuda_tensor_map(&params.x_maps[i], "x", weight.dtype, args->linear.x.data, 2, x_sizes, x_strides,
+                                  x_box, call.err));
+    }
+    if (shape::ROW_WARPS > 0) {
+        const int64_t rows = args->x_pair_stride ? pk_num_pairs(args) : args->linear.x.num_rows;
+        const int64_t x_sizes[] = {weight.in_features, rows};
+        const int64_t x_strides[] = {1, args->x_pair_stride ? args->x_pair_stride : args->linear.x.stride};
+        const int x_box[] = {MANY_LINE, 1};
+        PK_TRY(pk_cuda_tensor_map(&params.x_maps[0], "x", weight.dtype, args->linear.x.data, 2, x_sizes, x_strides,
                                   x_box, call.err));
     }
     params.num_blocks = (int)pk_ceil_div(weight.out_features, shape::TILE);

@@ -23,32 +23,14 @@ static constexpr variant variant_of(const char *name, int lag = 0, bool streams 
 }
 /* weight's rows x rows of x; "2 x": two tiles in turn. Where they share a tile: how many steps the second stays behind. */
 static const variant VARIANTS[] = {
-    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather"),
-    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather lag 1", 1),
-    variant_of<many_shape<1, 256, 4, false, true>>("128x256 gather lag 2", 2),
-    variant_of<many_shape<1, 256, 4, false, true, 2>>("128x256 weight shared"),
-    variant_of<many_shape<1, 256, 4, false, true, 2>>("128x256 weight shared lag 1", 1),
-    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine"),
-    variant_of<many_shape<1, 256, 4, false, false>>("128x256 engine lag 1", 1),
-    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 rows shared"),
-    variant_of<many_shape<1, 256, 4, false, false, 2>>("128x256 rows shared lag 1", 1),
     variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather"),
-    variant_of<many_shape<2, 192, 3, false, true>>("256x192 gather lag 1", 1),
-    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared"),
-    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared lag 1", 1),
-    variant_of<many_shape<2, 192, 3, false, true, 2>>("256x192 weight shared lag 1 streams", 1, true),
+    variant_of<many_shape<2, 192, 3, false, true, 1, 4>>("256x192 rows by 4 warps"),
     variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine"),
-    variant_of<many_shape<2, 192, 3, false, false>>("256x192 engine lag 1", 1),
-    variant_of<many_shape<2, 192, 3, false, false, 2>>("256x192 rows shared"),
-    variant_of<many_shape<2, 192, 5, true, true>>("2 x 128x192 gather"),
-    variant_of<many_shape<2, 192, 5, true, true, 2>>("2 x 128x192 weight shared"),
+    variant_of<many_shape<2, 192, 5, true, true, 1, 2>>("2 x 128x192 rows by 2 warps"),
+    variant_of<many_shape<2, 192, 5, true, true, 1, 4>>("2 x 128x192 rows by 4 warps"),
     variant_of<many_shape<2, 192, 5, true, false>>("2 x 128x192 engine"),
-    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 rows shared"),
-    variant_of<many_shape<2, 192, 5, true, false, 2>>("2 x 128x192 rows shared streams", 0, true),
-    variant_of<many_shape<2, 128, 6, true, true>>("2 x 128x128 gather"),
-    variant_of<many_shape<2, 128, 6, true, false, 2>>("2 x 128x128 rows shared"),
-    variant_of<many_shape<2, 128, 4, false, true>>("256x128 gather"),
-    variant_of<many_shape<2, 128, 4, false, false>>("256x128 engine"),
+    variant_of<many_shape<2, 128, 6, true, true, 1, 4>>("2 x 128x128 rows by 4 warps"),
+    variant_of<many_shape<2, 128, 4, false, true, 1, 4>>("256x128 rows by 4 warps"),
 };
 
 // --- a layer
@@ -154,11 +136,12 @@ struct parts {
         pk_cuda_launch_early(call, "expert_sum_8_kernel", expert_sum_8_kernel<bf16>, grid, dim3(256), 0,
                              down_args(T, of), products);
     }
-    void all()
+    /* after_each: of lists, copied rows (or nothing), up, down, sum. */
+    void all(const std::function<void()> &after_each = [] {})
     {
-        list();
+        list(), after_each();
         if (!its.up->gathers) gather();
-        up(), down(), sum();
+        after_each(), up(), after_each(), down(), after_each(), sum(), after_each();
     }
 };
 static void by_library(const pk_expert_linear_args &args)

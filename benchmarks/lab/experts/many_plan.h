@@ -24,12 +24,14 @@ enum {
 /* How a CTA multiplies: two warpgroups, each BLOCKS * 64 rows of the weight by up to ROWS rows of x.
  *     PINGPONG    each has tiles of its own, in turn, so that one writes while the other multiplies; else they share a tile
  *     GATHERS     four warps copy the rows of x from wherever they lie; else the engine does, from rows in the experts' order
+ *     ROW_WARPS   of those four, that have the engine copy each row by itself, where they are not 0
  *     CLUSTER     CTAs that share what the engine copies, each a part to all of them: the rows of x, which they multiply by
  *                 neighbouring blocks of the weight, or where it GATHERS the weight, for neighbouring groups of its expert */
-template <int BLOCKS_, int ROWS_, int STAGES_, bool PINGPONG_, bool GATHERS_, int CLUSTER_ = 1>
+template <int BLOCKS_, int ROWS_, int STAGES_, bool PINGPONG_, bool GATHERS_, int CLUSTER_ = 1, int ROW_WARPS_ = 0>
 struct many_shape {
     static constexpr int WARPGROUPS = 2, BLOCKS = BLOCKS_, ROWS = ROWS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr bool PINGPONG = PINGPONG_, GATHERS = GATHERS_;
+    static constexpr int ROW_WARPS = ROW_WARPS_;
     static constexpr int GROUPS_TOGETHER = GATHERS ? CLUSTER : 1, BLOCKS_TOGETHER = GATHERS ? 1 : CLUSTER;
     static constexpr int WORKERS = WARPGROUPS * 128, COPIERS = 128, THREADS = WORKERS + COPIERS;
     static constexpr int ACCUMULATORS = BLOCKS * ROWS / 2; /* of a thread */

@@ -44,6 +44,13 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+/* True in one lane of a whole warp, always the same one: ptxas knows that it is one. */
+__device__ __forceinline__ bool elect_one()
+{
+    uint32_t is_it;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_it));
+    return is_it;
+}
 __device__ __forceinline__ uint4 load_16(uint32_t smem)
 {
     uint4 bits;

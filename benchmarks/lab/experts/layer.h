@@ -32,7 +32,10 @@ struct layer_params {
     uint32_t *tag;    /* of the last launch */
     uint64_t *logits; /* [LAYER_TOKENS][LAYER_EXPERTS]: a tag and a float */
     uint32_t *done;   /* [CTAs]: the tag, once the CTA's part of act is there */
+    int64_t *clocks;  /* [CTAs][LAYER_PHASES] or NULL: when each phase has ended */
+    bool is_cooperative;
 };
+enum { LAYER_PHASES = 8 };
 
 #ifdef PK_SM90A
 
@@ -309,6 +312,10 @@ __global__ void __launch_bounds__(LAYER_WARPS * 32, 1) expert_layer_kernel(const
     extern __shared__ char dynamic_smem[];
     __shared__ layer_shared shared;
     layer_cta<T> cta(params, dynamic_smem, shared);
+    auto ended = [&](int phase) {
+        if (params.clocks && threadIdx.x == 0) params.clocks[blockIdx.x * LAYER_PHASES + phase] = clock64();
+    };
+    ended(0);
     cta.set_up();
     if (threadIdx.x == 0) prefetch_tensor_map(&params.up_map);
     if (threadIdx.x == 32) prefetch_tensor_map(&params.down_map);
@@ -316,19 +323,26 @@ __global__ void __launch_bounds__(LAYER_WARPS * 32, 1) expert_layer_kernel(const
     if (blockIdx.x < LAYER_EXPERTS)
         weight = pk_packed<T>::load((const T *)params.router + (int64_t)blockIdx.x * params.hidden + threadIdx.x * 8);
     pk_wait_for_previous_kernel();
+    ended(1);
     cta.tag = __ldcg(params.tag) + 1;
     cta.tell_logits(weight);
+    ended(2);
     layer_row x;
     const bool is_token = cta.group < params.num_tokens;
     cta.load(x, is_token ? (const T *)params.x + (int64_t)cta.group * params.hidden + cta.warp * LAYER_PIECE : nullptr);
     cta.hear_logits();
+    ended(3);
     cta.choose();
     cta.list();
     for (int item = 0; item < LAYER_SLOTS; item++) cta.copy(item);
+    ended(4);
     cta.multiply_units(x);
+    ended(5);
     cta.exchange();
+    ended(6);
     pk_let_next_kernel_start();
     if (cta.share.down_pieces > 0) cta.multiply_down();
+    ended(7);
 #endif
 }
 
@@ -357,8 +371,17 @@ static pk_status launch_layer(layer_params &params, const pk_weight &up, const p
     PK_TRY(map_experts(&params.up_map, up, true, call.err));
     PK_TRY(map_experts(&params.down_map, down, false, call.err));
     PK_TRY(pk_cuda_allow_smem(call, expert_layer_kernel<T>, SMEM_BYTES, &allowed));
-    return pk_cuda_launch_early(call, "expert_layer_kernel", expert_layer_kernel<T>,
-                                dim3((unsigned)call.device->num_sms), dim3(LAYER_WARPS * 32), SMEM_BYTES, params);
+    cudaLaunchAttribute attributes[3] = {};
+    attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[2].id = cudaLaunchAttributeCooperative;
+    attributes[2].val.cooperative = 1;
+    const cudaLaunchConfig_t config = {dim3((unsigned)call.device->num_sms), dim3(LAYER_WARPS * 32), SMEM_BYTES,
+                                       call.stream, attributes, params.is_cooperative ? 3u : 2u};
+    PK_CUDA(call.err, cudaLaunchKernelEx(&config, expert_layer_kernel<T>, (const layer_params)params));
+    return PK_OK;
 }
 
 #endif

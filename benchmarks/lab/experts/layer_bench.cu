@@ -48,6 +48,8 @@ static void by_library(int T, const layer &its)
     pk_cuda_expert_linear(&up, call);
     pk_cuda_expert_linear(&down, call);
 }
+static bool is_cooperative;
+static int64_t *clocks;
 static void in_one(int T, const layer &its)
 {
     pk_error err;
@@ -55,6 +57,7 @@ static void in_one(int T, const layer &its)
     layer_params params = {};
     params.x = x, params.router = its.router, params.act = act, params.out = residual, params.num_tokens = T;
     params.experts = its.experts, params.weights = its.weights;
+    params.is_cooperative = is_cooperative, params.clocks = clocks;
     params.tag = tags, params.done = tags + 32, params.logits = words;
     launch_layer<bf16>(params, its.weight_of(true), its.weight_of(false), call);
 }
@@ -132,6 +135,28 @@ static bool check(int T)
     return good;
 }
 
+/* What the phases of a CTA took, in clocks: the least, the mean and the most. */
+static void show_phases(int T)
+{
+    const int ctas = 132;
+    const char *names[] = {"wait", "tell", "hear", "list", "up", "exchange", "down"};
+    OK(cudaMalloc(&clocks, (size_t)ctas * LAYER_PHASES * 8));
+    for (int i = 0; i < 8; i++) in_one(T, layers[i % LAYERS]);
+    OK(cudaStreamSynchronize(stream));
+    const std::vector<int64_t> all = fetched(clocks, (size_t)ctas * LAYER_PHASES);
+    cudaFree(clocks), clocks = nullptr;
+    printf("%d tokens, clocks:", T);
+    for (int phase = 1; phase < LAYER_PHASES; phase++) {
+        int64_t least = INT64_MAX, most = 0, sum = 0;
+        for (int cta = 0; cta < ctas; cta++) {
+            const int64_t its = all[(size_t)(cta * LAYER_PHASES + phase)] - all[(size_t)(cta * LAYER_PHASES + phase - 1)];
+            least = std::min(least, its), most = std::max(most, its), sum += its;
+        }
+        printf("  %s %lld %lld %lld", names[phase - 1], (long long)least, (long long)sum / ctas, (long long)most);
+    }
+    printf("\n");
+}
+
 int main()
 {
     OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -164,9 +189,13 @@ int main()
         }
         const float library = timed([&](int i) { by_library(T, layers[i]); });
         const float one = timed([&](int i) { in_one(T, layers[i]); });
+        is_cooperative = true;
+        const float together = timed([&](int i) { in_one(T, layers[i]); });
+        is_cooperative = false;
+        show_phases(T);
         const double floor = used * 3 * HIDDEN * WIDTH * 2 / 4540e3;
-        printf("%d tokens, %4.1f experts: floor %6.1f us, router to sum: the library %6.1f, in one kernel %6.1f\n", T,
-               used, floor, library, one);
+        printf("%d tokens, %4.1f experts: floor %6.1f us, router to sum: the library %6.1f, in one kernel %6.1f, cooperative %6.1f\n",
+               T, used, floor, library, one, together);
         fflush(stdout);
     }
     return good ? 0 : 1;

@@ -49,8 +49,12 @@ struct grouped_shape {
     }
 };
 
+/* A map of a weight by sixteens of rows, 8 gates and their 8 ups, or 16 neighbours: in_features, 8 rows, 2 of these, all such
+ * sixteens, experts; a copy takes `tile` rows. grouped.cu */
+pk_status pk_cuda_map_expert_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile, pk_error *err);
+
 struct grouped_params {
-    CUtensorMap weight_map;     /* in_features, 8 rows, 2 of these, all such sixteens, experts */
+    CUtensorMap weight_map;
     weight_pieces pieces;       /* of a quantised weight, which has no map */
     pk_expert_linear_args args; /* without weights: those are another kernel's */
     pk_expert_groups lists;     /* without groups: each CTA lists the pairs */

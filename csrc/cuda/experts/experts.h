@@ -58,6 +58,11 @@ __host__ __device__ static inline int64_t pk_most_groups(const pk_expert_linear_
 /* grouped.cu: any number of tokens of 16 bits on Hopper, quantised weights, too. */
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
+/* Whether both products of a layer can have one list, which its second one's x is in the order of; and such a layer. */
+bool pk_cuda_experts_share_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                 const pk_cuda_device *device);
+pk_status pk_cuda_experts_with_shared_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                            const pk_cuda_call &call);
 
 /* many.cu: what of it is more pairs by weights of 16 bits; they have been listed. Rows of out, or of x, may be those of the
  * lists, one behind the other by its pair stride, instead of where their tokens and pairs are. */

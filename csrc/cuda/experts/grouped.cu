@@ -100,18 +100,6 @@ bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk
            (weight.scales ? can_be_decoded(weight, args->num_experts) : can_be_copied(weight));
 }
 
-pk_status pk_cuda_map_expert_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile, pk_error *err)
-{
-    const pk_weight &weight = args->linear.weight;
-    const bool is_gated = args->linear.epilogue.is_gated;
-    const int64_t sixteens = weight.out_features / 16, apart = is_gated ? weight.out_features / 2 : 8;
-    const int64_t sizes[] = {weight.in_features, 8, 2, sixteens, args->num_experts};
-    const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
-                               weight.of_experts.data};
-    const int box[] = {GROUPED_LINE, 8, 2, tile / 16, 1};
-    return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
-}
-
 template <typename T, int N, weight_form FORM>
 static pk_status launch(grouped_params &params, const pk_cuda_call &call)
 {
@@ -214,6 +202,17 @@ static pk_status add_up(const pk_expert_linear_args *args, pk_dtype dtype, const
     });
 }
 
+/* The same product without the sum. */
+static pk_expert_linear_args with_products(const pk_expert_linear_args *args, pk_dtype dtype, void *products)
+{
+    pk_expert_linear_args some = *args;
+    some.linear.epilogue = {};
+    some.linear.epilogue.out = products, some.linear.epilogue.out_dtype = dtype;
+    some.out_pair_stride = args->linear.weight.out_features;
+    some.linear.epilogue.out_stride = args->num_chosen * some.out_pair_stride;
+    return some;
+}
+
 /* Some of the tokens. */
 static pk_status multiply(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
@@ -230,28 +229,73 @@ static pk_status multiply(const pk_expert_linear_args *args, const pk_cuda_call 
         PK_TRY(pk_cuda_list_experts(args, lists, call));
         params.lists = lists.groups;
     }
-    if (args->weights) {
-        params.args.linear.epilogue = {};
-        params.args.linear.epilogue.out = products, params.args.linear.epilogue.out_dtype = plan.products;
-        params.args.out_pair_stride = args->linear.weight.out_features;
-        params.args.linear.epilogue.out_stride = args->num_chosen * params.args.out_pair_stride;
-    }
+    if (args->weights) params.args = with_products(args, plan.products, products);
     PK_TRY(plan.instance ? plan.instance->launch(params, call)
                          : pk_cuda_experts_many(&params.args, params.lists, AS_PAIRS, call));
     return args->weights ? add_up(args, plan.products, products, call) : PK_OK;
 }
 
+/* At a time, for counts of chunks, and scratch memory: of more tokens some come after others. */
+static int64_t most_tokens(const pk_expert_linear_args *args)
+{
+    enum { MOST_PAIRS = 1 << 20, MOST_PRODUCTS = 256 << 20 };
+    const int64_t most = MOST_PAIRS / args->num_chosen;
+    if (!args->weights) return most;
+    return std::min(most, MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1);
+}
 pk_status pk_cuda_experts_grouped(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    /* At a time, for counts of chunks, and scratch memory: of more tokens some come after others. */
-    enum { MOST_PAIRS = 1 << 20, MOST_PRODUCTS = 256 << 20 };
-    int64_t most = MOST_PAIRS / args->num_chosen;
-    if (args->weights)
-        most = std::min(most, MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1);
-    for (int64_t first = 0; first < args->linear.x.num_rows; first += most) {
-        const int64_t left = args->linear.x.num_rows - first;
-        const pk_expert_linear_args some = pk_experts_of_tokens(args, first, left < most ? left : most);
+    const int64_t most = most_tokens(args), all = args->linear.x.num_rows;
+    for (int64_t first = 0; first < all; first += most) {
+        const pk_expert_linear_args some = pk_experts_of_tokens(args, first, std::min(most, all - first));
         PK_TRY(multiply(&some, call));
+    }
+    return PK_OK;
+}
+
+// --- both products of a layer
+
+bool pk_cuda_experts_share_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                 const pk_cuda_device *device)
+{
+    const int64_t size = down->linear.weight.in_features;
+    const bool is_dense = down->x_pair_stride == size && down->linear.x.stride == down->num_chosen * size;
+    return !up->linear.is_batch_invariant && is_dense && pk_cuda_experts_grouped_applies(up, device) &&
+           pk_cuda_experts_grouped_applies(down, device) && pk_cuda_experts_many_applies(up) &&
+           pk_cuda_experts_many_applies(down);
+}
+
+/* Of some tokens: what lies between the products is in the order of the lists, so that the engine can copy it. */
+static pk_status multiply_both(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                               const pk_cuda_call &call)
+{
+    grouped_plan plan;
+    pk_cuda_scratch scratch = {};
+    PK_TRY(make_plan(&plan, down, call));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)plan.bytes));
+    const expert_lists lists = expert_lists_in(scratch.data, up, plan.most_rows());
+    void *products = (char *)scratch.data + plan.products_at;
+    PK_TRY(pk_cuda_list_experts(up, lists, call));
+    PK_TRY(pk_cuda_experts_many(up, lists.groups, TO_ORDER, call));
+    const pk_expert_linear_args to_products = with_products(down, plan.products, products);
+    PK_TRY(pk_cuda_experts_many(&to_products, lists.groups, FROM_ORDER, call));
+    return add_up(down, plan.products, products, call);
+}
+pk_status pk_cuda_experts_with_shared_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                            const pk_cuda_call &call)
+{
+    const int64_t most = most_tokens(down), all = up->linear.x.num_rows;
+    for (int64_t first = 0; first < all; first += most) {
+        const int64_t count = std::min(most, all - first);
+        const pk_expert_linear_args some_up = pk_experts_of_tokens(up, first, count),
+                                    some_down = pk_experts_of_tokens(down, first, count);
+        /* The last ones may be few. */
+        if (pk_cuda_experts_share_lists(&some_up, &some_down, call.device)) {
+            PK_TRY(multiply_both(&some_up, &some_down, call));
+        } else {
+            PK_TRY(multiply(&some_up, call));
+            PK_TRY(multiply(&some_down, call));
+        }
     }
     return PK_OK;
 }

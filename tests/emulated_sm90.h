@@ -169,7 +169,31 @@ static void give_registers()
 {
 }
 
-static bool elect_one() { return emulated::current % 32 == 0; }
+/* Ordinary copies of a thread, which land together. */
+static std::vector<std::function<void()>> emulated_copies[emulated::THREADS];
+static void emulated_copy_16(uint32_t to, const void *from, int bytes)
+{
+    emulated_copies[emulated::current].push_back([=] {
+        std::memset(emulated_at(to), 0, 16);
+        std::memcpy(emulated_at(to), from, (size_t)bytes);
+    });
+}
+static void barrier_arrive_after_copies(uint32_t barrier)
+{
+    const auto copies = std::move(emulated_copies[emulated::current]);
+    emulated_copies[emulated::current].clear();
+    emulated_late.push_back([=] {
+        for (const auto &copy : copies) copy();
+        emulated_arrive(barrier);
+    });
+}
+static uint64_t load_word(const uint64_t *from) { return emulated_wait(), *(const volatile uint64_t *)from; }
+static void load_words(uint64_t (&words)[2], const uint64_t *from)
+{
+    emulated_wait();
+    words[0] = from[0], words[1] = from[1];
+}
+static void store_word(uint64_t *to, uint64_t word) { *to = word; }
 static uint4 load_16(uint32_t smem)
 {
     uint4 bits;
@@ -277,25 +301,12 @@ static T __ldcs(const T *at)
 {
     return *at;
 }
-template <typename T>
-static void __stcs(T *at, T value)
-{
-    *at = value;
-}
 extern "C" float __expf(float x) noexcept { return std::exp(x); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
 
 #include "cuda/pack.h"
-
-/* Numbers like those of a model, in bf16. */
-static std::vector<__nv_bfloat16> emulated_numbers(size_t count, float scale)
-{
-    std::vector<__nv_bfloat16> to(count);
-    for (auto &each : to)
-        each = __float2bfloat16_rn(((float)(emulated_random() % 65536) / 65536 - 0.5f) * 3.46f * scale);
-    return to;
-}
+#define copy_async_16 emulated_copy_16
 
 #endif

@@ -64,7 +64,8 @@ extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *exper
         }
     }
     list_many(its, args, groups, order, &bad);
-    if (pk_num_pairs(&args) <= LISTED_PAIRS && its->most_rows <= 128 && listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
+    if (pk_num_pairs(&args) <= LISTED_PAIRS && its->most_rows <= 128 &&
+        listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
         pk_expert_groups listed;
         bad = {};
         auto list = its->most_rows == 16   ? list_pairs<EMULATED_THREADS, 16>

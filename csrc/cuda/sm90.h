@@ -172,6 +172,26 @@ __device__ __forceinline__ void send_bytes(int rank, uint32_t to, uint32_t from,
                  : "memory");
 }
 
+// --- words in global memory that other CTAs read while they run: each says itself whether it is new
+
+__device__ __forceinline__ uint64_t load_word(const uint64_t *from)
+{
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+__device__ __forceinline__ void load_words(uint64_t (&words)[2], const uint64_t *from)
+{
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(words[0]), "=l"(words[1])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void store_word(uint64_t *to, uint64_t word)
+{
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
 // --- shared memory by 16 bytes
 
 __device__ __forceinline__ uint4 load_16(uint32_t smem)

@@ -71,6 +71,10 @@ bool pk_cuda_experts_many_applies(const pk_expert_linear_args *args);
 pk_status pk_cuda_experts_many(const pk_expert_linear_args *args, const pk_expert_groups &lists, expert_order order,
                                const pk_cuda_call &call);
 
+/* few_layer.cu: a layer of few tokens. */
+bool pk_cuda_moe_few_applies(const pk_moe_mlp_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_moe_few(const pk_moe_mlp_args *args, const pk_cuda_call &call);
+
 /* any.cu: everything. */
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_any;
 

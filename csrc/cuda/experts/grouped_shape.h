@@ -51,7 +51,8 @@ struct grouped_shape {
 
 /* A map of a weight by sixteens of rows, 8 gates and their 8 ups, or 16 neighbours: in_features, 8 rows, 2 of these, all such
  * sixteens, experts; a copy takes `tile` rows. */
-static inline pk_status pk_cuda_map_expert_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile, pk_error *err)
+static inline pk_status pk_cuda_map_expert_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile,
+                                                  pk_error *err)
 {
     const pk_weight &weight = args->linear.weight;
     const bool is_gated = args->linear.epilogue.is_gated;

@@ -41,8 +41,8 @@ bool pk_cuda_experts_many_applies(const pk_expert_linear_args *args)
 {
     const pk_rows &x = args->linear.x;
     const int64_t most = 1ll << 32, stride = llabs(x.stride), pair_stride = llabs(args->x_pair_stride);
-    return !args->linear.weight.scales && pk_num_pairs(args) > LISTED_PAIRS &&
-           stride <= most / x.num_rows && pair_stride <= most / args->num_chosen; /* places are ints */
+    return !args->linear.weight.scales && pk_num_pairs(args) > LISTED_PAIRS && stride <= most / x.num_rows &&
+           pair_stride <= most / args->num_chosen; /* places are ints */
 }
 
 template <typename T, bool GATHERS>
@@ -66,10 +66,10 @@ static constexpr int smem_on(const pk_cuda_card &)
 static constexpr const char *GATHERED = "gathered", *ORDERED = "ordered"; /* rows of x */
 using many_instance = pk_cuda_instance<pk_status(many_params &, const pk_cuda_call &)>;
 template <typename T, bool GATHERS>
-static constexpr many_instance instance = {{"expert_many_kernel", GATHERS ? GATHERED : ORDERED, pk_cuda_dtype_of<T>,
-                                            pk_cuda_dtype_of<T>, 0, MANY_ROWS, MANY_THREADS,
-                                            pk_cuda_smem_of_hopper(smem_on<GATHERS>)},
-                                           launch<T, GATHERS>};
+static constexpr many_instance instance = {
+    {"expert_many_kernel", GATHERS ? GATHERED : ORDERED, pk_cuda_dtype_of<T>, pk_cuda_dtype_of<T>, 0, MANY_ROWS,
+     MANY_THREADS, pk_cuda_smem_of_hopper(smem_on<GATHERS>)},
+    launch<T, GATHERS>};
 static constexpr many_instance INSTANCES[] = {instance<__nv_bfloat16, true>, instance<__nv_bfloat16, false>,
                                               instance<__half, true>, instance<__half, false>};
 const pk_cuda_kernel_table pk_cuda_expert_many_kernels = pk_cuda_table(INSTANCES);

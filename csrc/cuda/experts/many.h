@@ -95,9 +95,9 @@ struct many_cta {
             const int row = thread / 8 + i * GROUP_STEP;
             rows[i] = NOBODYS;
             if (row < group.count)
-                rows[i] = (int)(offset_of(params.lists.order[group.first + row], args.linear.x.stride,
-                                          args.x_pair_stride) /
-                                8);
+                rows[i] =
+                    (int)(offset_of(params.lists.order[group.first + row], args.linear.x.stride, args.x_pair_stride) /
+                          8);
         }
     }
     /* All the work of the warps that gather. Rows that a group has not are left as they lie: nobody reads their sums. */
@@ -247,10 +247,9 @@ struct many_cta {
     {
         const pk_epilogue &to = args.linear.epilogue;
         for (int row = threadIdx.x % 128; row < group.count; row += 128)
-            shared.places[warp / 4][row] =
-                params.out_is_ordered
-                    ? (group.first + row) * args.out_pair_stride
-                    : offset_of(params.lists.order[group.first + row], to.out_stride, args.out_pair_stride);
+            shared.places[warp / 4][row] = params.out_is_ordered ? (group.first + row) * args.out_pair_stride
+                                                                 : offset_of(params.lists.order[group.first + row],
+                                                                             to.out_stride, args.out_pair_stride);
     }
     __device__ __forceinline__ void multiply_all() const
     {

@@ -1,0 +1,338 @@
+/* few_layer.h - the steps of few_layer.cu: routing, copies into the warps' rings, products and outputs. */
+#ifndef PK_CUDA_EXPERTS_FEW_LAYER_H
+#define PK_CUDA_EXPERTS_FEW_LAYER_H
+
+#include "cuda/experts/few_layer_plan.h"
+#include "cuda/mma.h"
+#include "cuda/pack.h"
+#include "ops/sampling.h"
+
+#ifdef PK_SM90A
+
+using namespace sm90;
+
+struct layer_shared {
+    uint64_t full[LAYER_WARPS][LAYER_SLOTS];
+    float sums[2][LAYER_WARPS][128];
+    float logits[LAYER_TOKENS][LAYER_EXPERTS];
+    float weights[LAYER_DISTINCT][LAYER_TOKENS]; /* 0: the token has not this expert */
+    int8_t pairs[LAYER_DISTINCT][LAYER_TOKENS];  /* which of the token's, or -1 */
+    int distinct[LAYER_DISTINCT], chosen[LAYER_TOKENS][LAYER_CHOSEN];
+    float chosen_weights[LAYER_TOKENS][LAYER_CHOSEN];
+    uint32_t used[LAYER_EXPERTS / 32];
+};
+
+/* A warp's inputs of a row, as an instruction's operand; and as the words that they come in. */
+struct layer_row {
+    uint4 bits[LAYER_LINES][2];
+};
+struct layer_row_words {
+    uint64_t of[LAYER_LINES][2][2][2];
+};
+
+template <typename T>
+struct layer_cta {
+    const layer_params &params;
+    layer_shared &shared;
+    uint32_t ring; /* of this warp */
+    uint32_t tag;
+    int warp, lane, group, quad;
+    layer_share share;
+    int num_units, num_items; /* of this warp: units, and with pieces of down */
+
+    __device__ __forceinline__ layer_cta(const layer_params &params, char *smem, layer_shared &shared)
+        : params(params), shared(shared)
+    {
+        warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+        ring = ((smem_address(smem) + 1023) & ~1023u) + warp * LAYER_SLOTS * LAYER_PIECE_BYTES;
+    }
+    __device__ __forceinline__ void set_up() const
+    {
+        if (lane == 0)
+            for (int i = 0; i < LAYER_SLOTS; i++) barrier_init(smem_address(&shared.full[warp][i]), 1);
+        barrier_init_fence();
+        for (int i = threadIdx.x; i < LAYER_DISTINCT * LAYER_TOKENS; i += LAYER_THREADS)
+            shared.weights[i / LAYER_TOKENS][i % LAYER_TOKENS] = 0,
+                                                 shared.pairs[i / LAYER_TOKENS][i % LAYER_TOKENS] = -1;
+        if (threadIdx.x < LAYER_EXPERTS / 32) shared.used[threadIdx.x] = 0;
+    }
+
+    // --- routing
+
+    /* This thread's 8 inputs of the router's row that the CTA multiplies by. */
+    __device__ __forceinline__ pk_packed<T> load_router() const
+    {
+        if ((int)blockIdx.x >= params.num_experts) return {};
+        return pk_packed<T>::load((const T *)params.router + blockIdx.x * params.router_stride + threadIdx.x * 8);
+    }
+    /* The logits of one expert, for all CTAs. */
+    __device__ __forceinline__ void tell_logits(const pk_packed<T> &weight) const
+    {
+        float of_weight[8], of_x[8];
+        pk_packed<T> rows[LAYER_TOKENS] = {}; /* all on their way before the first is waited for */
+        for (int token = 0; token < LAYER_TOKENS; token++)
+            if (token < params.num_tokens)
+                rows[token].bits =
+                    __ldcg((const uint4 *)((const T *)params.x + token * params.x_stride + threadIdx.x * 8));
+        weight.unpack(of_weight);
+        for (int token = 0; token < LAYER_TOKENS; token++) {
+            if (token >= params.num_tokens) break;
+            float sum = 0;
+            rows[token].unpack(of_x);
+            for (int i = 0; i < 8; i++) sum += of_x[i] * of_weight[i];
+            sum = pk_sum_over_warp(sum);
+            if (lane == 0) shared.sums[0][warp][token] = sum;
+        }
+        __syncthreads();
+        const int token = threadIdx.x;
+        if (token >= params.num_tokens || (int)blockIdx.x >= params.num_experts) return;
+        float sum = 0;
+        for (int w = 0; w < LAYER_WARPS; w++) sum += shared.sums[0][w][token];
+        store_word(&params.words->logits[token][blockIdx.x], word_of(__float_as_uint(sum)));
+    }
+    __device__ __forceinline__ uint64_t word_of(uint32_t value) const { return (uint64_t)tag << 32 | value; }
+    __device__ __forceinline__ bool is_new(uint64_t word) const { return word >> 32 == tag; }
+    __device__ __forceinline__ void hear_logits() const
+    {
+        constexpr int WORDS = LAYER_TOKENS * LAYER_EXPERTS / LAYER_THREADS; /* of a thread */
+        uint64_t words[WORDS];
+        bool are_new;
+        do {
+            are_new = true;
+            for (int i = 0; i < WORDS; i++) {
+                const int at = threadIdx.x + i * LAYER_THREADS, token = at / LAYER_EXPERTS, expert = at % LAYER_EXPERTS;
+                const bool is_there = token < params.num_tokens && expert < params.num_experts;
+                words[i] = is_there ? load_word(&params.words->logits[token][expert]) : word_of(0);
+            }
+            for (int i = 0; i < WORDS; i++) are_new = are_new && is_new(words[i]);
+        } while (!are_new);
+        for (int i = 0; i < WORDS; i++) {
+            const int at = threadIdx.x + i * LAYER_THREADS;
+            shared.logits[at / LAYER_EXPERTS][at % LAYER_EXPERTS] = __uint_as_float((uint32_t)words[i]);
+        }
+        __syncthreads();
+    }
+    /* A warp a token, as route_experts_kernel does it. */
+    __device__ __forceinline__ void choose(pk_cuda_bad_id *bad_id) const
+    {
+        if (warp >= params.num_tokens) return;
+        uint32_t keys[LAYER_EXPERTS / 32], greatest = 0;
+        for (int i = 0; i < LAYER_EXPERTS / 32; i++) {
+            keys[i] = i * 32 + lane < params.num_experts ? pk_ordered(shared.logits[warp][i * 32 + lane]) : 0;
+            greatest = max(greatest, keys[i]);
+        }
+        greatest = __reduce_max_sync(~0u, greatest);
+        const float origin = pk_from_ordered(greatest);
+        const bool is_bad = greatest < PK_ORDERED_LOWEST || greatest >= PK_ORDERED_INFINITY;
+        float weight = 0, sum = 0;
+        for (int i = 0; i < LAYER_EXPERTS / 32 && !params.normalizes; i++)
+            if (keys[i] > 0) sum += expf(pk_from_ordered(keys[i]) - origin);
+        int expert = lane;
+#pragma unroll 1
+        for (int j = 0; j < params.num_chosen && !is_bad; j++) { /* lane j has the j-th */
+            uint32_t best = 0;
+            int own = 0;
+            for (int i = 0; i < LAYER_EXPERTS / 32; i++)
+                if (keys[i] > best) best = keys[i], own = i * 32 + lane;
+            const uint32_t top = __reduce_max_sync(~0u, best);
+            const int winner = __reduce_min_sync(~0u, best == top ? own : INT32_MAX);
+            if (lane == j) expert = winner, weight = expf(pk_from_ordered(top) - origin);
+            for (int i = 0; i < LAYER_EXPERTS / 32; i++)
+                if (winner == i * 32 + lane) keys[i] = 0;
+        }
+        /* Of those that were chosen: what they all would be divided by before is no part of it. */
+        weight /= pk_sum_over_warp(params.normalizes ? weight : sum);
+        if (is_bad) weight = NAN;
+        if (is_bad && lane == 0 && blockIdx.x == 0) pk_record_bad_id(bad_id, PK_BAD_ROUTE, warp, 0, 0);
+        if (lane >= params.num_chosen) return;
+        shared.chosen[warp][lane] = expert, shared.chosen_weights[warp][lane] = weight;
+        atomicOr(&shared.used[expert / 32], 1u << expert % 32);
+    }
+    /* The experts that any token has, in the order of their ids, and what this CTA reads of them. */
+    __device__ __forceinline__ void list()
+    {
+        __syncthreads();
+        const int token = threadIdx.x / LAYER_CHOSEN, j = threadIdx.x % LAYER_CHOSEN;
+        int num_distinct = 0;
+        for (uint32_t of_32 : shared.used) num_distinct += __popc(of_32);
+        if (token < params.num_tokens && j < params.num_chosen) {
+            const int expert = shared.chosen[token][j];
+            const float weight = shared.chosen_weights[token][j];
+            int rank = __popc(shared.used[expert / 32] & ((1u << expert % 32) - 1));
+            for (int i = 0; i < LAYER_EXPERTS / 32; i++)
+                if (i < expert / 32) rank += __popc(shared.used[i]);
+            shared.distinct[rank] = expert, shared.pairs[rank][token] = (int8_t)j;
+            shared.weights[rank][token] = weight;
+            if (blockIdx.x == 0) params.experts[token * params.num_chosen + j] = expert;
+            if (blockIdx.x == 0) params.weights[token * params.num_chosen + j] = weight;
+        }
+        share = layer_share_of(params, blockIdx.x, num_distinct);
+        num_units = share.end - share.first, num_items = layer_items(share, warp);
+        __syncthreads();
+    }
+
+    // --- a warp's items: its 256 inputs of each unit, then its pieces of down
+
+    __device__ __forceinline__ void copy(int item) const
+    {
+        if (item >= num_items || lane != 0) return;
+        const int slot = item % LAYER_SLOTS;
+        const uint32_t barrier = smem_address(&shared.full[warp][slot]), to = ring + slot * LAYER_PIECE_BYTES;
+        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
+        const int of_expert = its.is_down ? (int)LAYER_HIDDEN / 16 : params.units * 2;
+        barrier_arrive_expect(barrier, LAYER_PIECE_BYTES);
+        copy_5d(to, its.is_down ? &params.down_map : &params.up_map, barrier, 0, 0, 0, its.line,
+                shared.distinct[its.rank] * of_expert + its.sixteen);
+    }
+    __device__ __forceinline__ void wait(int item) const
+    {
+        barrier_wait(smem_address(&shared.full[warp][item % LAYER_SLOTS]), item / LAYER_SLOTS & 1);
+    }
+    /* Everything that a slot holds times the same inputs of 8 rows: c[0, 1] of row `group` of the weight, c[2, 3] of the 8th
+     * after it, by rows 2 quad and 2 quad + 1 of x. */
+    __device__ __forceinline__ void multiply(float (&acc)[4], int item, const layer_row &x) const
+    {
+        const uint32_t from = ring + item % LAYER_SLOTS * LAYER_PIECE_BYTES;
+        float odd[4] = {}; /* two chains */
+        for (int line = 0; line < LAYER_LINES; line++)
+            for (int p = 0; p < 2; p++) {
+                uint4 rows[2];
+                for (int half = 0; half < 2; half++)
+                    rows[half] = load_16(from + line * LAYER_LINE_BYTES + layer_place(group, half, quad, p));
+                const uint4 &bits = x.bits[line][p];
+                mma_16816<T>(acc, {rows[0].x, rows[1].x, rows[0].y, rows[1].y}, {bits.x, bits.y});
+                mma_16816<T>(odd, {rows[0].z, rows[1].z, rows[0].w, rows[1].w}, {bits.z, bits.w});
+            }
+        for (int i = 0; i < 4; i++) acc[i] += odd[i];
+    }
+    /* This warp's inputs of the row of x that is the lane's; zeros where there is none. */
+    __device__ __forceinline__ void load_x(layer_row &to) const
+    {
+        const T *row = (const T *)params.x + group * params.x_stride + warp * LAYER_PIECE;
+        for (int line = 0; line < LAYER_LINES; line++)
+            for (int p = 0; p < 2; p++)
+                to.bits[line][p] = group < params.num_tokens
+                                       ? __ldcg((const uint4 *)(row + line * LAYER_LINE + layer_input(quad, p)))
+                                       : uint4{};
+    }
+    __device__ __forceinline__ void leave(int turn, const float (&acc)[4]) const
+    {
+        for (int i = 0; i < 4; i++) shared.sums[turn][warp][i * 32 + lane] = acc[i];
+    }
+    /* Of the row-th of a unit's 16 rows by a token, all warps'. */
+    __device__ __forceinline__ float sum_of(int turn, int row, int token) const
+    {
+        float sum = 0;
+        for (int w = 0; w < LAYER_WARPS; w++) sum += shared.sums[turn][w][layer_sum_at(row, token)];
+        return sum;
+    }
+    __device__ __forceinline__ uint64_t *act_of(int token, int j, int column) const
+    {
+        return params.words->act + ((token * LAYER_CHOSEN + j) * params.width + column) / 2;
+    }
+    /* A unit's 8 outputs of each token, two in a word, to all CTAs: by two warps. */
+    __device__ __forceinline__ void tell_act(int item) const
+    {
+        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
+        const int row = threadIdx.x / LAYER_TOKENS, token = threadIdx.x % LAYER_TOKENS, turn = item % 2;
+        const float gate = pk_round<T>(pk_silu<T>(pk_round<T>(sum_of(turn, row, token))));
+        const float value = gate * pk_round<T>(sum_of(turn, row + 8, token));
+        const float next = __shfl_sync(~0u, value, lane + LAYER_TOKENS); /* of the row after it */
+        const int j = shared.pairs[its.rank][token];
+        if (j >= 0 && row % 2 == 0)
+            store_word(act_of(token, j, its.sixteen * 8 + row), word_of(pk_pack_pair<T>(value, next)));
+    }
+    __device__ __forceinline__ void multiply_units(const layer_row &x) const
+    {
+#pragma unroll 1
+        for (int item = 0; item < num_units; item++) {
+            float acc[4] = {};
+            wait(item);
+            multiply(acc, item, x);
+            __syncwarp();
+            copy(item + LAYER_SLOTS);
+            leave(item % 2, acc);
+            __syncthreads();
+            if (warp < 2) tell_act(item);
+        }
+    }
+    /* The activations that an item multiplies: asked for, and waited for until all are new. */
+    static __device__ __forceinline__ int word_at(int quad, int line, int p, int i)
+    {
+        return (line * LAYER_LINE + layer_input(quad, p) + i * 4) / 2;
+    }
+    __device__ __forceinline__ const uint64_t *act_of_item(
+        int item) const /* NULL: the lane's token has not its expert */
+    {
+        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
+        const int j = item < num_items ? shared.pairs[its.rank][group] : -1;
+        return j < 0 ? nullptr : act_of(group, j, its.line * LAYER_LINE);
+    }
+    __device__ __forceinline__ void ask_act(layer_row_words &to, const uint64_t *from) const
+    {
+        for (int line = 0; line < LAYER_LINES; line++)
+            for (int p = 0; p < 2; p++)
+                for (int i = 0; i < 2; i++) {
+                    to.of[line][p][i][0] = to.of[line][p][i][1] = word_of(0);
+                    if (from) load_words(to.of[line][p][i], from + word_at(quad, line, p, i));
+                }
+    }
+    __device__ __forceinline__ void hear_act(layer_row &to, layer_row_words &words, const uint64_t *from) const
+    {
+        for (;;) {
+            int missing = -1; /* which all that are missing are waited with: others need the memory */
+            for (int line = 0; line < LAYER_LINES; line++)
+                for (int p = 0; p < 2; p++)
+                    for (int i = 0; i < 4; i++)
+                        if (!is_new(words.of[line][p][i / 2][i % 2])) missing = word_at(quad, line, p, i / 2) + i % 2;
+            if (missing < 0) break;
+            while (!is_new(load_word(from + missing))) {
+            }
+            ask_act(words, from);
+        }
+        __syncwarp(); /* each lane has waited for its own */
+        for (int line = 0; line < LAYER_LINES; line++)
+            for (int p = 0; p < 2; p++) {
+                const auto &its = words.of[line][p];
+                to.bits[line][p] = {(uint32_t)its[0][0], (uint32_t)its[0][1], (uint32_t)its[1][0], (uint32_t)its[1][1]};
+            }
+    }
+    /* What out holds where this thread writes. */
+    __device__ __forceinline__ T *place_in_out() const
+    {
+        const int row = threadIdx.x / LAYER_TOKENS, token = threadIdx.x % LAYER_TOKENS;
+        if (row >= 16 || token >= params.num_tokens || blockIdx.x * 16 >= LAYER_HIDDEN) return nullptr;
+        return (T *)params.out + token * params.out_stride + blockIdx.x * 16 + row;
+    }
+    __device__ __forceinline__ void multiply_down(float before) const
+    {
+        float total[4] = {};
+        layer_row_words words;
+        const uint64_t *from = act_of_item(num_units);
+        ask_act(words, from);
+#pragma unroll 1
+        for (int item = num_units; item < num_items; item++) {
+            const int rank = layer_item_of(params, share, item, warp, blockIdx.x).rank;
+            float acc[4] = {};
+            layer_row act;
+            hear_act(act, words, from);
+            from = act_of_item(item + 1);
+            ask_act(words, from);
+            wait(item);
+            multiply(acc, item, act);
+            __syncwarp();
+            copy(item + LAYER_SLOTS);
+            for (int i = 0; i < 4; i++) total[i] += shared.weights[rank][quad * 2 + i % 2] * acc[i];
+        }
+        __syncthreads(); /* the last unit's sums have been read */
+        leave(0, total);
+        __syncthreads();
+        T *out = place_in_out();
+        const int row = threadIdx.x / LAYER_TOKENS, token = threadIdx.x % LAYER_TOKENS;
+        if (out) *out = pk_from_float<T>(before + sum_of(0, row, token));
+    }
+};
+
+#endif  // PK_SM90A
+
+#endif

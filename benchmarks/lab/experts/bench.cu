@@ -1,7 +1,7 @@
 /* bench.cu - a layer of experts on one GPU, by the library's own launchers and without Python: each part alone and the chain
  * of them in a CUDA graph, over the weights of several layers. Shapes of Qwen3-30B-A3B. Checks some outputs against float64.
  *
- *     build.sh bench OUTPUT; OUTPUT NAME TOKENS... [few|grouped] [fp8|int4]
+ *     build.sh OUTPUT; OUTPUT NAME TOKENS... [few|grouped] [fp8|int4]
  */
 #include "lab.h"
 

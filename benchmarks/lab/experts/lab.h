@@ -48,10 +48,6 @@ pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
 }
 bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *, const pk_cuda_device *) { return false; }
 pk_status pk_cuda_linear_few_quantised(const pk_linear_args *, const pk_cuda_call &) { return PK_OK; }
-#ifdef NO_QUANTISED
-bool pk_cuda_experts_few_quantised_applies(const pk_expert_linear_args *) { return false; }
-pk_status pk_cuda_experts_few_quantised(const pk_expert_linear_args *, const pk_cuda_call &) { return PK_OK; }
-#endif
 
 #define OK(call)                                                                        \
     do {                                                                                \

@@ -255,7 +255,7 @@ def moe_mlp(x, router, gate_up, down, num_chosen: int, dtype: str, normalize: bo
     """The sums [tokens, hidden], the experts and their weights; what lies in between is rounded as the modules round it."""
     experts, weights = route_experts(x @ router.T, num_chosen, normalize)
     product = rounded(expert_linear(x, gate_up, experts), dtype)
-    act = silu_and_mul(product.reshape(experts.size, -1), dtype).reshape(*experts.shape, -1)
+    act = silu_and_mul(product.reshape(experts.size, gate_up.shape[1]), dtype).reshape(*experts.shape, gate_up.shape[1] // 2)
     return expert_linear(act, down, experts, weights), experts, weights
 
 

@@ -2,10 +2,10 @@
  *
  * As four kernels a layer of one token takes twice the time of its bytes: they wait for each other, and each fills and drains the
  * memory's pipeline. Here it is filled once. Each CTA computes one logit of each token, tells the others, and finds the
- * experts of all tokens like every other CTA. From then on it knows all that it will read: its share of the gates and ups,
- * sixteen rows a unit, and after those the weights of its 16 outputs of down, of all experts. Each warp has a ring of its
- * own, which the copy engine fills; so the weights of down are on their way while the CTAs still tell each other what they
- * have made of the gates and ups. No sum crosses CTAs.
+ * experts of all tokens like every other CTA. From then on it knows what it will read: some gates and ups, sixteen rows a
+ * unit, of which it claims the later ones, and after those the weights of its 16 outputs of down, of all experts. Each warp
+ * has a ring of its own, which the copy engine fills; so the weights of down are on their way while the CTAs still tell each
+ * other what they have made of the gates and ups. No sum crosses CTAs.
  *
  * It is made for the shapes of Qwen3-30B-A3B. All CTAs must run at once, one on each SM: the launch sees to that, so that two
  * of them on two streams cannot wait for each other.
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(LAYER_THREADS, 1)
     cta.list();
     for (int item = 0; item < LAYER_SLOTS; item++) cta.copy(item);
     cta.multiply_units(x);
-    if (cta.share.down_pieces > 0) cta.multiply_down(before);
+    if (cta.all_pieces > 0) cta.multiply_down(before);
     /* This CTA has heard of all activations, and each CTA has made some: so all have read the tag. */
-    if (blockIdx.x == 0 && threadIdx.x == 0) params.words->tag = cta.tag;
+    if (blockIdx.x == 0 && threadIdx.x == 0) params.words->tag = cta.tag, *cta.claims(1) = 0;
 #endif
 }
 
@@ -119,7 +119,6 @@ pk_status pk_cuda_moe_few(const pk_moe_mlp_args *args, const pk_cuda_call &call)
     params.width = (int)args->down.linear.weight.in_features;
     params.units = params.width / 8, params.pieces = params.width / LAYER_PIECE;
     params.of_units = make_divider(params.units), params.of_pieces = make_divider(params.pieces);
-    params.of_ctas = make_divider(call.device->num_sms);
     params.is_early = router.weight.is_constant;
     params.words = (layer_words *)words;
     for (const layer_instance &each : INSTANCES)

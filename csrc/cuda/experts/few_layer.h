@@ -20,6 +20,7 @@ struct layer_shared {
     int distinct[LAYER_DISTINCT], chosen[LAYER_TOKENS][LAYER_CHOSEN];
     float chosen_weights[LAYER_TOKENS][LAYER_CHOSEN];
     uint32_t used[LAYER_EXPERTS / 32];
+    int claimed[LAYER_CLAIMED];
 };
 
 /* A warp's inputs of a row, as an instruction's operand; and as the words that they come in. */
@@ -37,8 +38,8 @@ struct layer_cta {
     uint32_t ring; /* of this warp */
     uint32_t tag;
     int warp, lane, group, quad;
-    layer_share share;
-    int num_units, num_items; /* of this warp: units, and with pieces of down */
+    int all_units, all_pieces; /* of all experts; of down's weights for this CTA */
+    int num_units = INT32_MAX; /* of this CTA, once it is known */
 
     __device__ __forceinline__ layer_cta(const layer_params &params, char *smem, layer_shared &shared)
         : params(params), shared(shared)
@@ -148,7 +149,7 @@ struct layer_cta {
         shared.chosen[warp][lane] = expert, shared.chosen_weights[warp][lane] = weight;
         atomicOr(&shared.used[expert / 32], 1u << expert % 32);
     }
-    /* The experts that any token has, in the order of their ids, and what this CTA reads of them. */
+    /* The experts that any token has, in the order of their ids. */
     __device__ __forceinline__ void list()
     {
         __syncthreads();
@@ -166,22 +167,37 @@ struct layer_cta {
             if (blockIdx.x == 0) params.experts[token * params.num_chosen + j] = expert;
             if (blockIdx.x == 0) params.weights[token * params.num_chosen + j] = weight;
         }
-        share = layer_share_of(params, blockIdx.x, num_distinct);
-        num_units = share.end - share.first, num_items = layer_items(share, warp);
+        all_units = num_distinct * params.units;
+        all_pieces = blockIdx.x * 16 < LAYER_HIDDEN ? num_distinct * params.pieces : 0;
         __syncthreads();
     }
 
     // --- a warp's items: its 256 inputs of each unit, then its pieces of down
 
-    __device__ __forceinline__ void copy(int item) const
+    /* The item-th unit of this CTA; all_units or more: there is none. SMs do not read equally fast, so the later ones are claimed. */
+    __device__ __forceinline__ int unit_of(int item) const
     {
-        if (item >= num_items || lane != 0) return;
+        return item < LAYER_AHEAD ? item * (int)gridDim.x + (int)blockIdx.x : shared.claimed[item % LAYER_CLAIMED];
+    }
+    __device__ __forceinline__ uint32_t *claims(int parity) const { return &params.words->claims[(tag + parity) % 2]; }
+    __device__ __forceinline__ int claim() const
+    {
+        return (int)gridDim.x * LAYER_AHEAD + (int)atomicAdd(claims(0), 1u);
+    }
+    __device__ __forceinline__ int piece_of(int item) const { return (item - num_units) * LAYER_WARPS + warp; }
+    /* Starts the copy of an item. */
+    __device__ __forceinline__ void copy(int item)
+    {
+        if (num_units == INT32_MAX && unit_of(item) >= all_units) num_units = item;
+        const bool is_down = item >= num_units;
+        if (lane != 0 || (is_down && piece_of(item) >= all_pieces)) return;
         const int slot = item % LAYER_SLOTS;
         const uint32_t barrier = smem_address(&shared.full[warp][slot]), to = ring + slot * LAYER_PIECE_BYTES;
-        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
-        const int of_expert = its.is_down ? (int)LAYER_HIDDEN / 16 : params.units * 2;
+        const layer_item its =
+            is_down ? layer_piece(params, piece_of(item), blockIdx.x) : layer_unit(params, unit_of(item), warp);
+        const int of_expert = is_down ? (int)LAYER_HIDDEN / 16 : params.units * 2;
         barrier_arrive_expect(barrier, LAYER_PIECE_BYTES);
-        copy_5d(to, its.is_down ? &params.down_map : &params.up_map, barrier, 0, 0, 0, its.line,
+        copy_5d(to, is_down ? &params.down_map : &params.up_map, barrier, 0, 0, 0, its.line,
                 shared.distinct[its.rank] * of_expert + its.sixteen);
     }
     __device__ __forceinline__ void wait(int item) const
@@ -231,10 +247,10 @@ struct layer_cta {
         return params.words->act + ((token * LAYER_CHOSEN + j) * params.width + column) / 2;
     }
     /* A unit's 8 outputs of each token, two in a word, to all CTAs: by two warps. */
-    __device__ __forceinline__ void tell_act(int item) const
+    __device__ __forceinline__ void tell_act(int unit, int turn) const
     {
-        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
-        const int row = threadIdx.x / LAYER_TOKENS, token = threadIdx.x % LAYER_TOKENS, turn = item % 2;
+        const layer_item its = layer_unit(params, unit, warp);
+        const int row = threadIdx.x / LAYER_TOKENS, token = threadIdx.x % LAYER_TOKENS;
         const float gate = pk_round<T>(pk_silu<T>(pk_round<T>(sum_of(turn, row, token))));
         const float value = gate * pk_round<T>(sum_of(turn, row + 8, token));
         const float next = __shfl_sync(~0u, value, lane + LAYER_TOKENS); /* of the row after it */
@@ -242,18 +258,21 @@ struct layer_cta {
         if (j >= 0 && row % 2 == 0)
             store_word(act_of(token, j, its.sixteen * 8 + row), word_of(pk_pack_pair<T>(value, next)));
     }
-    __device__ __forceinline__ void multiply_units(const layer_row &x) const
+    __device__ __forceinline__ void multiply_units(const layer_row &x)
     {
+        const bool claims = threadIdx.x == LAYER_THREADS - 1; /* not of the warps that write */
 #pragma unroll 1
         for (int item = 0; item < num_units; item++) {
+            const int unit = unit_of(item), claimed = claims ? claim() : 0;
             float acc[4] = {};
             wait(item);
             multiply(acc, item, x);
             __syncwarp();
             copy(item + LAYER_SLOTS);
             leave(item % 2, acc);
+            if (claims) shared.claimed[(item + LAYER_AHEAD) % LAYER_CLAIMED] = claimed;
             __syncthreads();
-            if (warp < 2) tell_act(item);
+            if (warp < 2) tell_act(unit, item % 2);
         }
     }
     /* The activations that an item multiplies: asked for, and waited for until all are new. */
@@ -264,8 +283,9 @@ struct layer_cta {
     __device__ __forceinline__ const uint64_t *act_of_item(
         int item) const /* NULL: the lane's token has not its expert */
     {
-        const layer_item its = layer_item_of(params, share, item, warp, blockIdx.x);
-        const int j = item < num_items ? shared.pairs[its.rank][group] : -1;
+        if (piece_of(item) >= all_pieces) return nullptr;
+        const layer_item its = layer_piece(params, piece_of(item), blockIdx.x);
+        const int j = shared.pairs[its.rank][group];
         return j < 0 ? nullptr : act_of(group, j, its.line * LAYER_LINE);
     }
     __device__ __forceinline__ void ask_act(layer_row_words &to, const uint64_t *from) const
@@ -304,15 +324,15 @@ struct layer_cta {
         if (row >= 16 || token >= params.num_tokens || blockIdx.x * 16 >= LAYER_HIDDEN) return nullptr;
         return (T *)params.out + token * params.out_stride + blockIdx.x * 16 + row;
     }
-    __device__ __forceinline__ void multiply_down(float before) const
+    __device__ __forceinline__ void multiply_down(float before)
     {
         float total[4] = {};
         layer_row_words words;
         const uint64_t *from = act_of_item(num_units);
         ask_act(words, from);
 #pragma unroll 1
-        for (int item = num_units; item < num_items; item++) {
-            const int rank = layer_item_of(params, share, item, warp, blockIdx.x).rank;
+        for (int item = num_units; piece_of(item) < all_pieces; item++) {
+            const int rank = layer_piece(params, piece_of(item), blockIdx.x).rank;
             float acc[4] = {};
             layer_row act;
             hear_act(act, words, from);

@@ -20,13 +20,16 @@ enum {
     LAYER_LINE_BYTES = 16 * LAYER_LINE * 2,
     LAYER_PIECE_BYTES = LAYER_LINES * LAYER_LINE_BYTES,
     LAYER_SLOTS = 3, /* of a warp's ring */
+    LAYER_AHEAD = 5, /* units that a CTA knows ahead: it claims the others, one while it multiplies the 5th before it */
+    LAYER_CLAIMED = 8, /* places for them */
     LAYER_SMEM_BYTES = 1024 + LAYER_WARPS * LAYER_SLOTS * LAYER_PIECE_BYTES,
     LAYER_MOST_WIDTH = 4096, /* of an expert: act has room for it */
 };
 
 /* What CTAs tell each other, in words that say themselves that they are new: the tag of the launch above a number, or two. */
 struct layer_words {
-    uint64_t tag; /* of the last launch */
+    uint64_t tag;       /* of the last launch */
+    uint32_t claims[2]; /* of units, by launches with an even tag, and with an odd one: zero when one begins */
     uint64_t logits[LAYER_TOKENS][LAYER_EXPERTS];
     uint64_t act[LAYER_DISTINCT * LAYER_MOST_WIDTH / 2]; /* [token, its pair, width / 2] */
 };
@@ -41,42 +44,25 @@ struct layer_params {
     float *weights;   /* the same shape */
     int num_tokens, num_experts, num_chosen, width;
     int units, pieces; /* of an expert: sixteens of its gates and ups; of the inputs of down */
-    divider of_units, of_pieces, of_ctas;
+    divider of_units, of_pieces;
     bool normalizes, adds_to_out, is_early; /* the last: the router may be read before the kernel ahead has ended */
     layer_words *words;
 };
 
-/* A CTA's share: units (sixteens of rows) of the gates and ups of all experts that are used, and 16 outputs of down, or none. */
-struct layer_share {
-    int first, end;  /* units */
-    int down_pieces; /* of all experts */
-};
-__device__ static inline layer_share layer_share_of(const layer_params &params, int cta, int num_distinct)
-{
-    const int all = num_distinct * params.units;
-    return {params.of_ctas.divide(all * cta), params.of_ctas.divide(all * (cta + 1)),
-            cta * 16 < LAYER_HIDDEN ? num_distinct * params.pieces : 0};
-}
-__device__ static inline int layer_items(const layer_share &share, int warp)
-{
-    return share.end - share.first + (share.down_pieces - warp + LAYER_WARPS - 1) / LAYER_WARPS;
-}
-
-/* The item-th that a warp multiplies: its own inputs of a unit; behind those every 8th piece of down. */
+/* What a warp multiplies at once: its own inputs of a unit, sixteen rows of an expert's gates and ups; or behind all units a
+ * piece of the weights of the CTA's 16 outputs of down, every 8th one. */
 struct layer_item {
-    bool is_down;
     int rank, sixteen, line; /* of the experts that are used; of its rows; the first of its inputs' */
 };
-__device__ static inline layer_item layer_item_of(const layer_params &params, const layer_share &share, int item,
-                                                  int warp, int cta)
+__device__ static inline layer_item layer_unit(const layer_params &params, int unit, int warp)
 {
-    const int unit = share.first + item, piece = (unit - share.end) * LAYER_WARPS + warp;
-    if (unit < share.end) {
-        const int rank = params.of_units.divide(unit);
-        return {false, rank, unit - rank * params.units, warp * LAYER_LINES};
-    }
+    const int rank = params.of_units.divide(unit);
+    return {rank, unit - rank * params.units, warp * LAYER_LINES};
+}
+__device__ static inline layer_item layer_piece(const layer_params &params, int piece, int cta)
+{
     const int rank = params.of_pieces.divide(piece);
-    return {true, rank, cta, (piece - rank * params.pieces) * LAYER_LINES};
+    return {rank, cta, (piece - rank * params.pieces) * LAYER_LINES};
 }
 
 /* 16 bytes that a lane loads as an instruction's operand, p = 0 or 1 of a line: from which input of it on, and where they lie of

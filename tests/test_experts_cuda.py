@@ -130,7 +130,7 @@ def test_a_layer_in_one_call(rng, layer, tokens):
         first = get(outs[0]) if first is None else first
         for out in outs:
             np.testing.assert_array_equal(get(out), first)
-    ids, weights = get(memory[0]["experts"]), get(memory[0]["weights"])
+    ids, weights = get(memory[0]["experts"]).astype(np.int64), get(memory[0]["weights"])
     logits = x.astype(np.float32) @ get(router).astype(np.float32).T
     chosen = np.take_along_axis(logits, ids, 1)
     assert all(len(np.unique(row)) == CHOSEN for row in ids)

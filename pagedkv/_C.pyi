@@ -467,6 +467,23 @@ def expert_linear(
     out: _T | None = None,
     stream: _Stream = None,
 ) -> _T: ...
+def moe_mlp(
+    x: _T,
+    router: _Tensor,
+    gate_up: _Tensor,
+    down: _Tensor,
+    *,
+    normalize: bool = False,
+    add_to_out: bool = False,
+    weight_is_constant: bool = False,
+    batch_invariant: bool = False,
+    logits: _Tensor,
+    experts: _Tensor,
+    weights: _Tensor,
+    activation: _Tensor,
+    out: _T | None = None,
+    stream: _Stream = None,
+) -> _T: ...
 def lora_add(
     x: _T, a: _Tensor, b: _Tensor, slots: _Tensor, *, out: _Tensor, stream: _Stream = None
 ) -> None: ...

@@ -155,6 +155,7 @@ OPERATIONS = {
     "linear": Operation(product, writes=("gate_up", "out_squares")),
     "route_experts": Operation(outs=(), writes=("out_experts", "out_weights")),
     "expert_linear": Operation(of_experts),
+    "moe_mlp": Operation(like("x"), writes=("logits", "experts", "weights", "activation")),
     "lora_add": Operation(outs=(), writes=("out",)),
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
     "sample": Operation(tokens("logits"), writes=("counts",)),

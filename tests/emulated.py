@@ -28,6 +28,18 @@ def struct_of(*names):
     return type("Struct", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int) for name in names]})
 
 
+def patched(folder, path, *replacements):
+    """A copy of a source of csrc in that folder, for -iquote: what C++ has not, such as an array without a size, is replaced."""
+    if not (ROOT / "csrc").exists():
+        return  # `load` skips the test
+    text = (ROOT / "csrc" / path).read_text()
+    for before, after in replacements:
+        assert before in text, before
+        text = text.replace(before, after)
+    (folder / path.parent).mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+
+
 def load(folder, source, function, *more_options):
     """The function of that source; it returns None, or what went wrong. Skips the test where nothing can be compiled."""
     if COMPILER is None or HEADERS is None or not (ROOT / "csrc").exists():

@@ -40,11 +40,15 @@
 #define __noinline__
 #define __shared__ static
 
+#ifndef EMULATED_STACK_BYTES
+#define EMULATED_STACK_BYTES (1 << 16)
+#endif
+
 // --- threads
 
 namespace emulated
 {
-constexpr int THREADS = EMULATED_THREADS, WARPS = THREADS / 32, STACK_BYTES = 1 << 16;
+constexpr int THREADS = EMULATED_THREADS, WARPS = THREADS / 32, STACK_BYTES = EMULATED_STACK_BYTES;
 
 struct warp {
     uint64_t given[32], all[32]; /* what lanes have brought so far, and what all had brought last */
@@ -182,6 +186,13 @@ static unsigned __ballot_sync(unsigned, int is_set)
     const uint64_t *all = emulated::exchange(is_set != 0);
     unsigned lanes = 0;
     for (int i = 0; i < 32; i++) lanes |= (unsigned)all[i] << i;
+    return lanes;
+}
+static unsigned __match_any_sync(unsigned, int value)
+{
+    const uint64_t *all = emulated::exchange(value);
+    unsigned lanes = 0;
+    for (int i = 0; i < 32; i++) lanes |= (unsigned)((int)all[i] == value) << i;
     return lanes;
 }
 template <typename T>

@@ -1,7 +1,10 @@
 /* experts_on_cpu.cpp - how expert_linear lists experts and divides products on a GPU, by its own code on the CPU
  * (tests/test_experts_plan.py). */
-#define EMULATED_THREADS 512
+#define EMULATED_THREADS 1024
 #include "emulated_gpu.h"
+
+static emulated::thread_index block_now;
+#define blockIdx block_now
 
 #include "cuda/experts/few.h"
 #include "cuda/experts/lists.h"
@@ -11,8 +14,25 @@ struct planned_experts {
     int num_tokens, num_experts, num_chosen, in_features, out_features, is_gated, is_summed; /* in */
     int num_sms, compute_capability, most_rows, most_groups, weight_dtype;
     int tile, num_blocks, num_warps, num_ctas, num_slots, sums_at, smem_bytes; /* out */
-    int num_entries, has_bad, num_groups, num_listed, bad_kind, bad_token, bad_expert;
+    int num_entries, has_bad, num_groups, num_listed, bad_kind, bad_token, bad_expert, is_beyond;
 };
+
+/* By the kernels for many pairs, whose CTAs run one after the other, those of the second one backwards. */
+static void list_many(planned_experts *its, const pk_expert_linear_args &args, int *groups, int32_t *order,
+                      pk_cuda_bad_id *bad)
+{
+    std::vector<int> memory((size_t)expert_lists_bytes(&args, its->most_rows) / sizeof(int) + 1, 0x55555555);
+    const expert_lists lists = expert_lists_in(memory.data(), &args, its->most_rows);
+    for (block_now.x = 0; block_now.x < lists.num_chunks; block_now.x++)
+        emulated::run([&] { expert_counts_kernel(args, lists, bad); });
+    for (block_now.x = lists.num_chunks - 1; block_now.x >= 0; block_now.x--)
+        emulated::run([&] { expert_order_kernel(args, lists); });
+    block_now.x = 0;
+    its->num_groups = *lists.groups.num_groups;
+    its->is_beyond = memory.back() != 0x55555555;
+    memcpy(groups, lists.groups.groups, its->num_groups * sizeof *lists.groups.groups);
+    memcpy(order, lists.groups.order, pk_num_pairs(&args) * sizeof *order);
+}
 
 /* entries: [pairs, 9], an expert and its pairs; groups: [2, most, 3] and order: [2, pairs], by the kernel for many pairs and
  * as each CTA lists few. */
@@ -43,9 +63,9 @@ extern "C" const char *experts_on_cpu(planned_experts *its, const int32_t *exper
             for (int pair : list.entries[i].pairs) *entries++ = pair;
         }
     }
-    const pk_expert_groups lists = {its->most_rows, &its->num_groups, (pk_expert_group *)groups, order};
-    emulated::run([&] { expert_lists_kernel(args, lists, &bad); });
-    if (pk_num_pairs(&args) <= LISTED_PAIRS && listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
+    list_many(its, args, groups, order, &bad);
+    if (pk_num_pairs(&args) <= LISTED_PAIRS && its->most_rows <= 128 &&
+        listed_bytes(&args, its->most_rows) <= (int64_t)sizeof smem) {
         pk_expert_groups listed;
         bad = {};
         auto list = its->most_rows == 16   ? list_pairs<EMULATED_THREADS, 16>

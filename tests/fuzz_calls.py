@@ -196,7 +196,7 @@ def try_operation(name: str, rng, report: dict):
             {
                 v.memory: v.bytes_of(True)
                 for key in ("logits", "gate_up")
-                if name in ("sample_linear", "linear_candidates", "linear") and isinstance(v := arguments.get(key), View) and not is_vast(v)
+                if name in ("sample_linear", "linear_candidates", "linear", "moe_mlp") and isinstance(v := arguments.get(key), View) and not is_vast(v)
             }
             if isinstance(error, ValueError)
             else {}

@@ -238,6 +238,39 @@ def expect_expert_linear(a) -> dict:
     return {"out": Outcome(gated, tolerance, tolerance)}
 
 
+def draw_moe_mlp(d: Draw) -> dict:
+    """Logits are small integers, so that it is certain which are the greatest."""
+    dtype, rows, hidden, size = d.dtype(), d.size(), d.size(40), d.size(20)
+    experts = at_least_one(d, 9)
+    chosen = at_least_one(d, min(experts, 4))
+    x, router = (place(d.rng, d.rng.integers(-1, 2, shape), dtype, may_repeat=True) for shape in ((rows, hidden), (experts, hidden)))
+    return {
+        "x": x,
+        "router": router,
+        "gate_up": d.tensor((experts, 2 * size, hidden), dtype, 0.3),
+        "down": d.tensor((experts, hidden, size), dtype),
+        **d.some(normalize=d.flag, weight_is_constant=d.flag, batch_invariant=d.flag),
+        "logits": d.output((rows, experts), "float32"),
+        "experts": d.output((rows, chosen), "int32", is_plain=True),
+        "weights": d.output((rows, chosen), "float32", is_plain=True),
+        "activation": d.output((rows, chosen, size), dtype, is_plain=True),
+        **(d.some(add_to_out=d.flag) | {"out": d.output((rows, hidden), dtype)} if d.maybe(0.5) else {}),
+        **d.stream(),
+    }
+
+
+def expect_moe_mlp(a) -> dict:
+    """As of linear, twice: what the first product errs by, the second multiplies."""
+    weights, dtype = (numbers(a.router), numbers(a.gate_up), numbers(a.down)), a.x.dtype
+    out, experts, of_experts = oracle.moe_mlp(numbers(a.x), *weights, a.experts.shape[1], dtype, bool(a.normalize))
+    scale = (4 + a.x.shape[1] ** 0.5) * (4 + a.down.shape[2] ** 0.5)
+    if a.add_to_out:
+        out = out + numbers(a.out)
+    tolerance = scale * (30 if dtype == "float32" else 2) * oracle.tolerance(dtype) * (1 + np.abs(out).max(initial=0))
+    return {"out": Outcome(out, tolerance, tolerance), "experts": Outcome(experts), "weights": near(of_experts, "float32", 4),
+            "logits": Outcome(None, is_scratch=True), "activation": Outcome(None)}  # fmt: skip
+
+
 def draw_lora_add(d: Draw) -> dict:
     dtype, rows, outputs, width, rank, slots = d.dtype(), d.size(), d.size(20), d.size(40), d.size(9), d.size(4)
     return {
@@ -317,6 +350,7 @@ DENSE_OPERATIONS = {
     "use_linear_algorithm": Operation(lambda d: draw_algorithms(d) | {"algorithm": bytes(64)}, None),
     "route_experts": Operation(draw_route, expect_route, lambda a: []),
     "expert_linear": Operation(draw_expert_linear, expect_expert_linear),
+    "moe_mlp": Operation(draw_moe_mlp, expect_moe_mlp),
     "lora_add": Operation(draw_lora_add, expect_lora_add, lambda a: []),
     "Tensor.copy_": Operation(
         draw_copy_, lambda a: {"self": Outcome(converted(numbers(a.src), a.self.dtype))}, lambda a: ["self"]

@@ -251,6 +251,14 @@ def expert_linear(x, weight, experts, weights=None):
     return products if weights is None else (products * np.asarray(weights)[..., None]).sum(1)
 
 
+def moe_mlp(x, router, gate_up, down, num_chosen: int, dtype: str, normalize: bool = False):
+    """The sums [tokens, hidden], the experts and their weights; what lies in between is rounded as the modules round it."""
+    experts, weights = route_experts(x @ router.T, num_chosen, normalize)
+    product = rounded(expert_linear(x, gate_up, experts), dtype)
+    act = silu_and_mul(product.reshape(experts.size, gate_up.shape[1]), dtype).reshape(*experts.shape, gate_up.shape[1] // 2)
+    return expert_linear(act, down, experts, weights), experts, weights
+
+
 def lora(x, a, b, slots):
     """What adapters add: b[slots[t]] @ (a[slots[t]] @ x[t]), zeros where the slot is negative. Only what is used is read."""
     added = np.zeros((len(x), b.shape[1]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from emulated import ROOT, load, struct_of
+from emulated import load, patched, struct_of
 from fuzz_calls_memory import decode, encode
 from test_dequantize_on_cpu import CODES, DTYPES
 from test_experts import draw_experts
@@ -23,12 +23,7 @@ FEW_KINDS = ["as x", "float8 blocks", "float8 channels", "float8 tensor", "int4 
 @pytest.fixture(scope="module")
 def multiply(tmp_path_factory):
     folder, header = tmp_path_factory.mktemp("experts"), Path("cuda/experts/few_kernel.h")
-    if (ROOT / "csrc").exists():  # dynamic shared memory is an array without a size, which C++ has not
-        before, after = "extern __shared__ uint4 smem[];", "uint4 *const smem = smem_of_cta;"
-        text = (ROOT / "csrc" / header).read_text()
-        assert before in text
-        (folder / header.parent).mkdir(parents=True)
-        (folder / header).write_text(text.replace(before, after))
+    patched(folder, header, ("extern __shared__ uint4 smem[];", "uint4 *const smem = smem_of_cta;"))
     return load(folder, "expert_linear_on_cpu.cpp", "expert_linear_on_cpu", "-iquote", folder)
 
 

@@ -314,3 +314,59 @@ def test_many_tokens_take_little_memory(rng):
     for t in (0, 2345, tokens - 1):
         np.testing.assert_allclose(out[t], oracle.expert_linear(x[t : t + 1], weight, experts[t : t + 1])[0], atol=1e-4)
     assert pagedkv.from_dlpack(out).shape == (tokens, 6, 1024)
+
+
+# --- moe_mlp
+
+
+def layer_of(rng, tokens, hidden, size, num_experts, chosen, dtype):
+    """Its arguments by name, but what is in between, with logits that are small integers: no doubt which are the greatest."""
+    x, router = (rng.integers(-1, 2, shape).astype(np.float32) for shape in ((tokens, hidden), (num_experts, hidden)))
+    gate_up, down = (oracle.rounded(rng.standard_normal(shape) / shape[2] ** 0.5, dtype)
+                     for shape in ((num_experts, 2 * size, hidden), (num_experts, hidden, size)))  # fmt: skip
+    return {"x": x, "router": router, "gate_up": gate_up, "down": down}
+
+
+def between(tokens, size, num_experts, chosen, device, dtype):
+    shapes = {"logits": ((tokens, num_experts), "float32"), "experts": ((tokens, chosen), "int32"),
+              "weights": ((tokens, chosen), "float32"), "activation": ((tokens, chosen, size), dtype)}  # fmt: skip
+    return {name: pagedkv.empty(*of, device) for name, of in shapes.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16, 8, 4, 2), (7, 40, 24, 5, 3), (3, 33, 5, 7, 7), (300, 72, 16, 6, 4)], ids=str)
+def test_a_layer_of_experts(rng, device, dtype, normalize, shape):
+    tokens, hidden, size, num_experts, chosen = shape
+    its, before = layer_of(rng, *shape, dtype), oracle.rounded(rng.standard_normal((tokens, hidden)), dtype)
+    given = {name: put(each, device, dtype) for name, each in its.items()}
+    memory, out = between(tokens, size, num_experts, chosen, device, dtype), put(before, device, dtype)
+    assert ops.moe_mlp(**given, normalize=normalize, add_to_out=True, **memory, out=out) is out
+    expected, experts, weights = oracle.moe_mlp(*its.values(), chosen, dtype, normalize)
+    np.testing.assert_array_equal(get(memory["experts"]), experts)
+    np.testing.assert_allclose(get(memory["weights"]), weights, rtol=1e-5)
+    tolerance = oracle.tolerance(dtype) * 8
+    np.testing.assert_allclose(get(out), expected + before, atol=tolerance * (1 + np.abs(expected).max()), rtol=tolerance)
+    got = ops.moe_mlp(**given, normalize=normalize, batch_invariant=True, **memory)
+    np.testing.assert_allclose(get(got), expected, atol=tolerance * (1 + np.abs(expected).max()), rtol=tolerance)
+
+
+def bad_layer(**changed):
+    shapes = {"x": (2, 6), "router": (5, 6), "gate_up": (5, 8, 6), "down": (5, 6, 4), "logits": (2, 5), "weights": (2, 3), "activation": (2, 3, 4)}
+    given = {name: floats(*shape) for name, shape in shapes.items()} | {"experts": np.zeros((2, 3), np.int32)}
+    return lambda: ops.moe_mlp(**given | changed)
+
+
+@pytest.mark.parametrize("call, message", [
+    (bad_layer(router=floats(5, 7)), "router: dim 1 is 7 but x has K=6"),
+    (bad_layer(gate_up=floats(5, 7, 6)), "gate_up: dim 1 is 7 but must be even: gate above up"),
+    (bad_layer(gate_up=floats(4, 8, 6)), "gate_up: dim 0 is 4 but router has E=5"),
+    (bad_layer(down=floats(5, 6, 3)), "down: dim 2 is 3 but half of gate_up has W=4"),
+    (bad_layer(activation=floats(2, 3, 5)), "activation: dim 2 is 5 but half of gate_up has W=4"),
+    (bad_layer(experts=np.zeros((2, 6), np.int32), weights=floats(2, 6), activation=floats(2, 6, 4)), "experts: dim 1 is 6 but router has 5 experts"),
+    (bad_layer(logits=np.zeros((2, 5), np.float16)), "logits: dtype is float16"),
+    (bad_layer(add_to_out=True), "add_to_out: needs out"),
+])  # fmt: skip
+def test_a_bad_layer(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()

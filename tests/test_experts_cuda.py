@@ -103,6 +103,43 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, layer, tokens):
             np.testing.assert_array_equal(get(x), expected)
 
 
+def between(tokens):
+    shapes = {"logits": ((tokens, EXPERTS), "float32"), "experts": ((tokens, CHOSEN), "int32"),
+              "weights": ((tokens, CHOSEN), "float32"), "activation": ((tokens, CHOSEN, INTERMEDIATE), "bfloat16")}  # fmt: skip
+    return {name: pagedkv.empty(*of, GPU) for name, of in shapes.items()}
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 40, 257, 300, 1100])
+def test_a_layer_in_one_call(rng, layer, tokens):
+    """One kernel for few, shared lists for many; in a graph, too, and beside another stream that has the same kernel."""
+    up, down, up_here, down_here = layer
+    x, before = numbers(rng, (tokens, HIDDEN)), numbers(rng, (tokens, HIDDEN))
+    router = put(oracle.rounded(numbers(rng, (EXPERTS, HIDDEN)) / HIDDEN**0.5 * 4, "bfloat16"), GPU, "bfloat16")
+    there, streams, graphs = put(x, GPU, "bfloat16"), [Stream(GPU), Stream(GPU)], [Graph(), Graph()]
+    given = {"normalize": True, "add_to_out": True, "weight_is_constant": True}
+    memory, outs = [between(tokens) for _ in streams], [put(before, GPU, "bfloat16") for _ in streams]
+    for graph, stream, its, out in zip(graphs, streams, memory, outs, strict=True):
+        with graph.capture(stream):
+            ops.moe_mlp(there, router, up, down, **given, **its, out=out, stream=stream)
+    fresh, first = put(before, GPU, "bfloat16"), None
+    for _ in range(20):
+        for graph, stream, out in zip(graphs, streams, outs, strict=True):
+            out.copy_(fresh, stream=stream)
+            graph.replay()
+        ops.synchronize(GPU)
+        first = get(outs[0]) if first is None else first
+        for out in outs:
+            np.testing.assert_array_equal(get(out), first)
+    ids, weights = get(memory[0]["experts"]).astype(np.int64), get(memory[0]["weights"])
+    logits = x.astype(np.float32) @ get(router).astype(np.float32).T
+    chosen = np.take_along_axis(logits, ids, 1)
+    assert all(len(np.unique(row)) == CHOSEN for row in ids)
+    assert (np.sort(logits, 1)[:, -CHOSEN] <= chosen.min(1) + 1e-4).all()
+    np.testing.assert_allclose(weights, np.exp(chosen) / np.exp(chosen).sum(1, keepdims=True), rtol=1e-3)
+    _, expected = expected_of(x, ids, weights, up_here, down_here)
+    np.testing.assert_allclose(first, expected + before, atol=0.06, rtol=0.03)
+
+
 @pytest.mark.parametrize("most, fewer", [(8, (2, 7)), (200, (40, 190)), (64, (1, 12, 33))])
 def test_bits_of_a_token_do_not_depend_on_the_others(rng, layer, most, fewer):
     up, down, _, _ = layer
@@ -140,6 +177,8 @@ def test_each_instance(rng, kind):
     """As many pairs as it takes of 4 experts, and a weight of an odd number of tiles, whose last step has half of its inputs."""
     dtype, reads = kind["multiplies"], kind["reads"]
     tokens = kind["rows"] if kind["kernel"] == "expert_few_kernel" else 2 * kind["rows"]
+    if kind["kernel"] == "expert_many_kernel":
+        tokens = 2500  # more than each CTA would list; those of rows in order are test_a_layer_in_one_call's
     ids = rng.integers(0, 4, (tokens, 1)).astype(np.int32)
     x, options = numbers(rng, (tokens, 352), dtype), {}
     if reads == dtype:

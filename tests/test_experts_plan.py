@@ -1,5 +1,7 @@
 """How expert_linear lists experts and divides products on a GPU, by its own code without one."""
 
+import math
+
 import numpy as np
 import pytest
 from cards import CARDS
@@ -7,7 +9,8 @@ from emulated import load, struct_of
 
 Experts = struct_of("num_tokens", "num_experts", "num_chosen", "in_features", "out_features", "is_gated", "is_summed", "num_sms",
                     "compute_capability", "most_rows", "most_groups", "weight_dtype", "tile", "num_blocks", "num_warps", "num_ctas", "num_slots", "sums_at",
-                    "smem_bytes", "num_entries", "has_bad", "num_groups", "num_listed", "bad_kind", "bad_token", "bad_expert")  # fmt: skip
+                    "smem_bytes", "num_entries", "has_bad", "num_groups", "num_listed", "bad_kind", "bad_token", "bad_expert",
+                    "is_beyond")  # fmt: skip
 LISTED = 2048  # pairs that each CTA lists by itself
 LIST = 3152  # bytes that the kernel for few tokens declares: test_build.py compares it with what was compiled
 
@@ -61,16 +64,21 @@ def test_experts_of_few_tokens(rng, run, case):
 def test_lists_of_many_tokens(rng, run, case):
     tokens = int(rng.choice([1, 2, 9, 33, 300, 1000]))
     chosen, num_experts = int(rng.integers(1, 9)), int(rng.choice([1, 3, 16, 128, 1024]))
-    experts, rows = draw(rng, tokens, num_experts, chosen), int(rng.choice([16, 32, 64, 128]))
+    experts, rows = draw(rng, tokens, num_experts, chosen), int(rng.choice([16, 32, 64, 128, 192]))
     its, _, groups, order = run(experts, num_experts, most_rows=rows)
     known = np.where((experts < 0) | (experts >= num_experts), num_experts, experts).ravel()
     np.testing.assert_array_equal(order[0], np.argsort(known, kind="stable"))
-    expected, first = [], 0
+    expected, evenly, first = [], [], 0
     for expert, count in enumerate(np.bincount(known, minlength=num_experts + 1)):
         expected += [[expert, first + at, min(rows, count - at)] for at in range(0, count, rows)]
+        even = math.ceil(count / max(1, math.ceil(count / rows)) / 16) * 16  # as many groups, of multiples of 16
+        evenly += [[expert, first + at, min(even, count - at)] for at in range(0, count, even or 16)]
         first += count
-    np.testing.assert_array_equal(groups[0, : its.num_groups], expected)
-    if tokens == 1:  # by each CTA: each pair is a group
+    np.testing.assert_array_equal(groups[0, : its.num_groups], evenly)
+    assert not its.is_beyond
+    if rows > 128:
+        assert its.num_listed == 0
+    elif tokens == 1:  # by each CTA: each pair is a group
         np.testing.assert_array_equal(groups[1, : its.num_listed], [[known[pair], pair, 1] for pair in range(chosen)])
         np.testing.assert_array_equal(order[1], np.arange(chosen))
     elif experts.size <= LISTED:  # by each CTA: those of a group in any order, but all CTAs have the same groups

@@ -33,6 +33,8 @@ CALLS = {
     "expert_linear": lambda t: ops.expert_linear(t(0, 8), t(5, 16, 8), t(0, 2, dtype=np.int32)),
     "expert_linear, summed": lambda t: ops.expert_linear(
         t(0, 2, 8), t(5, 16, 8), t(0, 2, dtype=np.int32), weights=t(0, 2)),
+    "moe_mlp": lambda t: ops.moe_mlp(
+        t(0, 8), t(5, 8), t(5, 6, 8), t(5, 8, 3), logits=t(0, 5), experts=t(0, 2, dtype=np.int32), weights=t(0, 2), activation=t(0, 2, 3)),
     "lora_add": lambda t: ops.lora_add(t(0, 8), t(2, 3, 8), t(2, 16, 3), t(0, dtype=np.int32), out=t(0, 16)),
     "qk_norm_rope_store": lambda t: ops.qk_norm_rope_store(
         t(0, 48), t(8), t(8), t(9, 8), t(0, dtype=np.int32), t(3, 4, 2, 8), t(3, 4, 2, 8), t(0, dtype=np.int32)),

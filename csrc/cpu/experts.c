@@ -237,3 +237,13 @@ pk_status pk_cpu_expert_linear(pk_device device, const pk_expert_linear_args *gi
     free(scratch);
     return status;
 }
+
+// --- moe_mlp
+
+pk_status pk_cpu_moe_mlp(pk_device device, const pk_moe_mlp_args *args, pk_stream stream, pk_error *err)
+{
+    PK_TRY(pk_cpu_linear(device, &args->router, stream, err));
+    PK_TRY(pk_cpu_route_experts(device, &args->route, stream, err));
+    PK_TRY(pk_cpu_expert_linear(device, &args->up, stream, err));
+    return pk_cpu_expert_linear(device, &args->down, stream, err);
+}

@@ -124,7 +124,7 @@ struct pk_cuda_lock {
  * be replayed at the same time. */
 enum { PK_SCRATCH_COUNTERS = 1 << 20, PK_SCRATCH_BYTES = 32 << 20, PK_SCRATCH_ALIGNMENT = 256 };
 /* Kernels that run beside each other have pieces of their own. */
-enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_BESIDE };
+enum pk_scratch_use { PK_SCRATCH_COMMON, PK_SCRATCH_PREFILL, PK_SCRATCH_BESIDE, PK_SCRATCH_WORDS };
 struct pk_cuda_scratch {
     unsigned int *counters;
     void *data;
@@ -134,6 +134,10 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
 
 /* Memory beside that, for what a call that is made of two operations leaves in between: queries, a dequantised weight. */
 pk_status pk_cuda_scratch_beside(const pk_cuda_call &call, size_t bytes, void **data);
+
+/* PK_SCRATCH_COUNTERS words beside that for kernels whose CTAs tell each other what is new by a number of their launch: zeros at
+ * first, and as the last launch has left them. */
+pk_status pk_cuda_scratch_words(const pk_cuda_call &call, uint32_t **words);
 
 /* Frees that of a stream that is idle and about to be destroyed. */
 void pk_cuda_release_scratch(pk_device device, pk_stream stream);
@@ -161,18 +165,18 @@ static inline pk_status pk_cuda_load(const pk_cuda_call &call, const char *name,
 }
 
 /* A kernel that may start before the one ahead of it on the stream has ended (programmatic dependent launch, Hopper and
- * newer), in clusters of so many CTAs; on older devices neither. In such a kernel every thread calls
+ * newer), in clusters of so many CTAs; on older devices neither. `together`: all CTAs run at once, or the launch fails. In such a kernel every thread calls
  * pk_wait_for_previous_kernel() before it reads or writes global memory: any of it, weights too, may come from a
  * predecessor that let it start early. Before the wait there is only arithmetic, prefetching into L2, and reading what
  * the caller promises to be constant. pk_let_next_kernel_start() allows the next one to do the same. With cluster_size
  * 0 it starts after the end of the one before. */
 template <typename... Params, typename... Args>
-static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cluster_size, const char *name,
-                                                void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
-                                                Args... args)
+static inline pk_status pk_cuda_launch_as(const pk_cuda_call &call, int cluster_size, bool together, const char *name,
+                                          void (*kernel)(Params...), dim3 grid, dim3 cta, size_t smem_bytes,
+                                          Args... args)
 {
     const int64_t num_threads = (int64_t)grid.x * grid.y * grid.z * cta.x * cta.y * cta.z;
-    cudaLaunchAttribute attributes[3] = {};
+    cudaLaunchAttribute attributes[4] = {};
     unsigned count = 0;
     if (!call.device->can_launch_early) cluster_size = 0;
     if (cluster_size > 0) {
@@ -182,6 +186,10 @@ static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cl
     if (cluster_size > 1) {
         attributes[count].id = cudaLaunchAttributeClusterDimension;
         attributes[count++].val.clusterDim = {(unsigned)cluster_size, 1, 1};
+    }
+    if (together) {
+        attributes[count].id = cudaLaunchAttributeCooperative;
+        attributes[count++].val.cooperative = 1;
     }
     /* An SM must be empty to divide its L1 anew, and no kernel can start early on it then: so those of a small step ask
      * for the same division. Many rows stream through the L1 and are faster with all of it. */
@@ -193,6 +201,17 @@ static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cl
     PK_TRY(pk_cuda_load(call, name, (const void *)kernel));
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(call.err, name, error);
+}
+template <typename... Rest>
+static inline pk_status pk_cuda_launch_clusters(const pk_cuda_call &call, int cluster_size, const char *name,
+                                                Rest... rest)
+{
+    return pk_cuda_launch_as(call, cluster_size, false, name, rest...);
+}
+template <typename... Rest>
+static inline pk_status pk_cuda_launch_together(const pk_cuda_call &call, const char *name, Rest... rest)
+{
+    return pk_cuda_launch_as(call, 1, true, name, rest...);
 }
 template <typename... Rest>
 static inline pk_status pk_cuda_launch_early(const pk_cuda_call &call, const char *name, Rest... rest)

@@ -17,6 +17,8 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_expert_few_fp8_kernels,
         &pk_cuda_expert_few_int4_kernels,
         &pk_cuda_expert_grouped_kernels,
+        &pk_cuda_expert_many_kernels,
+        &pk_cuda_moe_few_kernels,
         &pk_cuda_sample_linear_kernels,
         &pk_cuda_sample_kernels,
         &pk_cuda_token_logprobs_kernels,

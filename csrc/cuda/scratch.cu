@@ -96,6 +96,14 @@ pk_status pk_cuda_scratch_of(const pk_cuda_call &call, pk_cuda_scratch *scratch,
     return find_piece(call, use, bytes < PK_SCRATCH_BYTES ? PK_SCRATCH_BYTES : bytes, scratch);
 }
 
+pk_status pk_cuda_scratch_words(const pk_cuda_call &call, uint32_t **words)
+{
+    pk_cuda_scratch scratch = {};
+    PK_TRY(find_piece(call, PK_SCRATCH_WORDS, 0, &scratch));
+    *words = scratch.counters;
+    return PK_OK;
+}
+
 pk_status pk_cuda_scratch_beside(const pk_cuda_call &call, size_t bytes, void **data)
 {
     pk_cuda_scratch scratch = {};

@@ -71,6 +71,12 @@ __device__ __forceinline__ bool barrier_wait_up_to(int ns, uint32_t barrier, uin
     return is_done;
 }
 
+/* Arrives when all ordinary copies that this thread has started are there. */
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 /* Named barriers (1 to 15; 0 is __syncthreads) of `threads` threads. */
 __device__ __forceinline__ void named_sync(int id, int threads)
 {
@@ -166,6 +172,45 @@ __device__ __forceinline__ void send_bytes(int rank, uint32_t to, uint32_t from,
                  : "memory");
 }
 
+// --- words in global memory that other CTAs read while they run: each says itself whether it is new
+
+__device__ __forceinline__ uint64_t load_word(const uint64_t *from)
+{
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+__device__ __forceinline__ void load_words(uint64_t (&words)[2], const uint64_t *from)
+{
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(words[0]), "=l"(words[1])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void store_word(uint64_t *to, uint64_t word)
+{
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
+// --- shared memory by 16 bytes
+
+__device__ __forceinline__ uint4 load_16(uint32_t smem)
+{
+    uint4 bits;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "r"(smem)
+                 : "memory");
+    return bits;
+}
+/* Four 8 x 8 matrices of 16-bit numbers, each turned: lane i has the address of row i % 8 of the (i / 8)-th as it lies then. */
+__device__ __forceinline__ void store_turned(uint32_t smem, const uint32_t (&values)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+                 "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                 : "memory");
+}
+
 // --- registers of a warpgroup
 
 template <int registers>
@@ -224,6 +269,9 @@ struct wgmma;
 #define PK_REGS_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PK_REGS_48_55 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define PK_REGS_48_63 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PK_REGS_64_71 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PK_REGS_64_79 PK_REGS_64_71 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PK_REGS_64_87 PK_REGS_64_79 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define PK_REGS_64_95                                                                  \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -241,6 +289,9 @@ struct wgmma;
 #define PK_ACC_48(d) PK_ACC_32(d), PK_ACC_16(d, 32)
 #define PK_ACC_56(d) PK_ACC_48(d), PK_ACC_8(d, 48)
 #define PK_ACC_64(d) PK_ACC_48(d), PK_ACC_16(d, 48)
+#define PK_ACC_72(d) PK_ACC_64(d), PK_ACC_8(d, 64)
+#define PK_ACC_80(d) PK_ACC_64(d), PK_ACC_16(d, 64)
+#define PK_ACC_88(d) PK_ACC_80(d), PK_ACC_8(d, 80)
 #define PK_ACC_96(d) PK_ACC_64(d), PK_ACC_16(d, 64), PK_ACC_16(d, 80)
 #define PK_ACC_128(d) PK_ACC_96(d), PK_ACC_16(d, 96), PK_ACC_16(d, 112)
 
@@ -275,6 +326,12 @@ struct wgmma;
     PK_WGMMA(T, PTX, 96, PK_REGS_0_31 PK_REGS_32_47, PK_ACC_48, "48", "49", "50", "51", "52", "53")                  \
     PK_WGMMA(T, PTX, 112, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_55, PK_ACC_56, "56", "57", "58", "59", "60", "61")   \
     PK_WGMMA(T, PTX, 128, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63, PK_ACC_64, "64", "65", "66", "67", "68", "69")   \
+    PK_WGMMA(T, PTX, 144, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_71, PK_ACC_72, "72", "73", "74", "75", \
+             "76", "77")                                                                                             \
+    PK_WGMMA(T, PTX, 160, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_79, PK_ACC_80, "80", "81", "82", "83", \
+             "84", "85")                                                                                             \
+    PK_WGMMA(T, PTX, 176, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_87, PK_ACC_88, "88", "89", "90", "91", \
+             "92", "93")                                                                                             \
     PK_WGMMA(T, PTX, 192, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_95, PK_ACC_96, "96", "97", "98", "99", \
              "100", "101")                                                                                           \
     PK_WGMMA(T, PTX, 256, PK_REGS_0_31 PK_REGS_32_47 PK_REGS_48_63 PK_REGS_64_95 PK_REGS_96_127, PK_ACC_128, "128",  \

@@ -52,6 +52,7 @@ typedef struct {
     VIA(linear_algorithms) VIA(use_linear_algorithm)                                   \
     OP(route_experts, pk_route_args)                                                   \
     OP(expert_linear, pk_expert_linear_args)                                           \
+    OP(moe_mlp, pk_moe_mlp_args)                                                       \
     OP(lora_add, pk_lora_args)                                                         \
     OP(qk_norm_rope_store, pk_qk_norm_rope_store_args)                                 \
     OP(silu_and_mul, pk_silu_args)                                                     \

@@ -1,4 +1,4 @@
-/* experts.h - mixture of experts: route_experts, expert_linear. */
+/* experts.h - mixture of experts: route_experts, expert_linear, and moe_mlp, a layer of them. */
 #ifndef PK_OPS_EXPERTS_H
 #define PK_OPS_EXPERTS_H
 
@@ -36,6 +36,14 @@ typedef struct pk_expert_linear_args {
     bool experts_are_constant;       /* may be read as early as a constant weight */
 } pk_expert_linear_args;
 
+/* moe_mlp: the product with the router, route_experts of it, and both products of expert_linear, each of what the one before
+ * has written: by weights of x's dtype. Which of the tensors in between are written is the backend's affair. */
+typedef struct pk_moe_mlp_args {
+    pk_linear_args router;
+    pk_route_args route;
+    pk_expert_linear_args up, down; /* gates and ups; with weights */
+} pk_moe_mlp_args;
+
 typedef struct pk_route_call {
     const pk_view *logits, *out_experts, *out_weights;
     bool normalize;
@@ -49,8 +57,16 @@ typedef struct pk_expert_linear_call {
     pk_output *out;
 } pk_expert_linear_call;
 
+typedef struct pk_moe_mlp_call {
+    const pk_view *x, *router, *gate_up, *down;
+    const pk_view *logits, *experts, *weights, *activation; /* memory for what lies in between */
+    bool normalize, adds_to_out, weight_is_constant, is_batch_invariant;
+    pk_output *out;
+} pk_moe_mlp_call;
+
 pk_status pk_route_experts(const pk_route_call *call, pk_stream stream, pk_error *err);
 pk_status pk_expert_linear(const pk_expert_linear_call *call, pk_stream stream, pk_error *err);
+pk_status pk_moe_mlp(const pk_moe_mlp_call *call, pk_stream stream, pk_error *err);
 
 #ifdef __cplusplus
 }

@@ -62,3 +62,36 @@ const char py_expert_linear_doc[] = PyDoc_STR(
 PY_OP(expert_linear, P(FACTOR, x), P_WEIGHT, P(TENSOR, experts), P(OPTIONAL, weights), P_WEIGHT_SCALES,
       P_AS(BOOL, gated, is_gated), P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
       P(BOOL, experts_are_constant), P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));
+
+#undef CALL
+#define CALL pk_moe_mlp_call
+const char py_moe_mlp_doc[] = PyDoc_STR(
+    "moe_mlp($module, x, router, gate_up, down, *, normalize=False, add_to_out=False, weight_is_constant=False, "
+    "batch_invariant=False, logits, experts, weights, activation, out=None, stream=None)\n--\n\n"
+    "The MLP of a layer of experts: linear with the router, route_experts of it, the gated expert_linear with gate_up, and\n"
+    "that with down, summed over a token's experts. What lies in between is rounded where those would round it.\n"
+    "\n"
+    "Few tokens of some shapes are one kernel on a Hopper GPU, and many share one list of what each expert has.\n"
+    "\n"
+    "Args:\n"
+    "    x: [num_tokens, hidden] float32, float16 or bfloat16.\n"
+    "    router: [num_experts, hidden] of x's dtype; up to 1024 experts.\n"
+    "    gate_up: [num_experts, 2 * size, hidden] of x's dtype: of each expert the gate, and up behind it.\n"
+    "    down: [num_experts, hidden, size] of x's dtype.\n"
+    "    normalize: True divides the weights of a token by their sum.\n"
+    "    add_to_out: True adds to a given out, before it is rounded.\n"
+    "    weight_is_constant: True promises that nothing which is queued on the stream and not done yet writes the\n"
+    "        router, gate_up and down.\n"
+    "    batch_invariant: True makes a token's bits depend on its own row alone.\n"
+    "    logits: [num_tokens, num_experts] float32, memory for those of the router.\n"
+    "    experts: [num_tokens, num_chosen] int32, contiguous, where the experts are written; up to 32 of them.\n"
+    "    weights: [num_tokens, num_chosen] float32, contiguous, where their weights are written.\n"
+    "    activation: [num_tokens, num_chosen, size] of x's dtype, contiguous, memory for what down multiplies.\n"
+    "        Neither it nor logits hold anything that can be relied on.\n" PY_DOC_OUT PY_DOC_STREAM
+    "\n"
+    "Returns:\n"
+    "    out, [num_tokens, hidden] of x's dtype.\n" PY_DOC_RAISES
+    "        Logits without a softmax are a ValueError on the CPU; CUDA records it, as route_experts does.\n");
+PY_OP(moe_mlp, P(FACTOR, x), P(TENSOR, router), P(TENSOR, gate_up), P(TENSOR, down), P(BOOL, normalize),
+      P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P_AS(BOOL, batch_invariant, is_batch_invariant),
+      P(WRITTEN, logits), P(WRITTEN, experts), P(WRITTEN, weights), P(WRITTEN, activation), P(OUTPUT, out));

@@ -204,18 +204,44 @@ class Experts(MLP):
         }
 
     def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
+        comm = self.down.comm
+        out = buffers.residual if comm is None else buffers.partial
+        (self.forward_quantised if self.is_quantised else self.forward_plain)(buffers, out, comm is None)
+        if comm is not None:
+            add_all_to_residual(out, comm, buffers, squares)
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(each.is_quantised for each in (*self.router.weights, self.gate_up.weight, self.down.weight))
+
+    def forward_plain(self, buffers: Buffers, out: Tensor, add_to_out: bool) -> None:
+        x = self.normed(buffers)
+        (router,) = self.router.weights
+        ops.moe_mlp(
+            x,
+            router.data,
+            self.gate_up.weight.data,
+            self.down.weight.data,
+            normalize=self.normalizes,
+            add_to_out=add_to_out,
+            weight_is_constant=True,
+            batch_invariant=self.router.batch_invariant,
+            logits=buffers.router_logits,
+            experts=buffers.experts,
+            weights=buffers.expert_weights,
+            activation=buffers.expert_activation.view((len(x), self.num_chosen, self.size)),
+            out=out,
+        )
+
+    def forward_quantised(self, buffers: Buffers, out: Tensor, add_to_out: bool) -> None:
         x, experts, weights = self.normed(buffers), buffers.experts, buffers.expert_weights
         activation = buffers.expert_activation.view((len(x), self.num_chosen, self.size))
         self.router.product(x, out=buffers.router_logits)
         ops.route_experts(buffers.router_logits, normalize=self.normalizes, out_experts=experts, out_weights=weights)
         self.gate_up.product(x, experts, gated=True, out=activation)
-        comm = self.down.comm
-        out = buffers.residual if comm is None else buffers.partial
         self.down.product(
-            activation, experts, weights=weights, add_to_out=comm is None, experts_are_constant=True, out=out
+            activation, experts, weights=weights, add_to_out=add_to_out, experts_are_constant=True, out=out
         )
-        if comm is not None:
-            add_all_to_residual(out, comm, buffers, squares)
 
     def squares_width(self, buffers: Buffers) -> int:
         return 0 if self.down.comm is None else buffers.residual.shape[1]

@@ -41,12 +41,13 @@ pk_status pk_cuda_capture_id(pk_device, pk_stream stream, uint64_t *id, pk_error
     *id = status == cudaStreamCaptureStatusNone ? 0 : number;
     return PK_OK;
 }
+/* Of few rows; else the logits stay as they are. */
+pk_status pk_cuda_linear(const pk_linear_args *args, const pk_cuda_call &call)
+{
+    return args->x.num_rows <= 16 ? pk_cuda_linear_few(args, call) : PK_OK;
+}
 bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *, const pk_cuda_device *) { return false; }
 pk_status pk_cuda_linear_few_quantised(const pk_linear_args *, const pk_cuda_call &) { return PK_OK; }
-#ifdef NO_QUANTISED
-bool pk_cuda_experts_few_quantised_applies(const pk_expert_linear_args *) { return false; }
-pk_status pk_cuda_experts_few_quantised(const pk_expert_linear_args *, const pk_cuda_call &) { return PK_OK; }
-#endif
 
 #define OK(call)                                                                        \
     do {                                                                                \

@@ -109,3 +109,15 @@ pk_status pk_cuda_expert_linear(const pk_expert_linear_args *args, const pk_cuda
     if (is_grouped) return pk_cuda_experts_grouped(args, call);
     return pk_cuda_experts_any(args, call);
 }
+
+pk_status pk_cuda_moe_mlp(const pk_moe_mlp_args *args, const pk_cuda_call &call)
+{
+    if (args->route.num_tokens == 0) return PK_OK;
+    if (pk_cuda_moe_few_applies(args, call.device)) return pk_cuda_moe_few(args, call);
+    PK_TRY(pk_cuda_linear(&args->router, call));
+    PK_TRY(pk_cuda_route_experts(&args->route, call));
+    if (pk_cuda_experts_share_lists(&args->up, &args->down, call.device))
+        return pk_cuda_experts_with_shared_lists(&args->up, &args->down, call);
+    PK_TRY(pk_cuda_expert_linear(&args->up, call));
+    return pk_cuda_expert_linear(&args->down, call);
+}

@@ -42,7 +42,7 @@ pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few_quantised;
 struct pk_expert_group {
     int expert, first, count; /* num_experts: out of range, taken for zeros; of `order`, from where on and how many */
 };
-/* lists.cu: the pairs of any number of tokens by expert, in scratch memory of which the caller has told so much. */
+/* The pairs by expert. */
 struct pk_expert_groups {
     int most_rows; /* of a group */
     int *num_groups;
@@ -54,12 +54,26 @@ __host__ __device__ static inline int64_t pk_most_groups(const pk_expert_linear_
     const int64_t pairs = pk_num_pairs(args), most = pairs / most_rows + args->num_experts + 1;
     return pairs < most || args->linear.x.num_rows == 1 ? pairs : most;
 }
-pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_expert_groups &groups,
-                               const pk_cuda_call &call);
 
 /* grouped.cu: any number of tokens of 16 bits on Hopper, quantised weights, too. */
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
+/* Whether both products of a layer can have one list, which its second one's x is in the order of; and such a layer. */
+bool pk_cuda_experts_share_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                 const pk_cuda_device *device);
+pk_status pk_cuda_experts_with_shared_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                            const pk_cuda_call &call);
+
+/* many.cu: what of it is more pairs by weights of 16 bits; they have been listed. Rows of out, or of x, may be those of the
+ * lists, one behind the other by its pair stride, instead of where their tokens and pairs are. */
+enum expert_order { AS_PAIRS, TO_ORDER, FROM_ORDER };
+bool pk_cuda_experts_many_applies(const pk_expert_linear_args *args);
+pk_status pk_cuda_experts_many(const pk_expert_linear_args *args, const pk_expert_groups &lists, expert_order order,
+                               const pk_cuda_call &call);
+
+/* few_layer.cu: a layer of few tokens. */
+bool pk_cuda_moe_few_applies(const pk_moe_mlp_args *args, const pk_cuda_device *device);
+pk_status pk_cuda_moe_few(const pk_moe_mlp_args *args, const pk_cuda_call &call);
 
 /* any.cu: everything. */
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_any;

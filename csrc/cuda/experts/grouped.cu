@@ -1,7 +1,7 @@
 /* grouped.cu - expert_linear for any number of tokens of bf16 or f16 on Hopper.
  *
  * Pairs of tokens and experts are multiplied in groups of up to N of one expert, which each CTA lists for itself (lists.h), or
- * a kernel ahead where they are many (lists.cu). A tile is a group by 64 or 128 rows of its expert's weight, and CTAs take
+ * a kernel ahead where they are many (lists.cu); of weights of 16 bits those are another kernel's (many.cu). A tile is a group by 64 or 128 rows of its expert's weight, and CTAs take
  * tiles in turn, those of an expert beside each other: its weight comes from memory once. A ring of stages lies between
  * warps that copy and warpgroups that multiply. The weight (operand A of wgmma) is copied by the engine, in an order that
  * gives a thread gates beside their ups, or, where it is quantised, decoded by the warps that copy; the rows of x (operand
@@ -12,6 +12,9 @@
  * the order of the pairs.
  */
 #include "cuda/experts/grouped.h"
+#include "cuda/experts/many_shape.h"
+
+#include <algorithm>
 
 // --- kernels
 
@@ -34,26 +37,41 @@ __global__ void __launch_bounds__(grouped_shape<N, FORM>::THREADS, grouped_shape
 #endif
 }
 
-/* A thread adds 4 outputs of a token. */
+/* A thread adds 16 bytes of a token's products, in the order of its pairs. */
 template <typename T, typename Product>
 __global__ void __launch_bounds__(256) expert_sum_kernel(const pk_expert_linear_args args, const Product *products)
 {
+    constexpr int COUNT = pk_packed<Product>::COUNT;
+    using some = pk_vec<T, COUNT>;
     const pk_epilogue &to = args.linear.epilogue;
-    const int64_t token = blockIdx.x, output = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * 4;
+    const int64_t token = blockIdx.x, output = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * COUNT;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
     if (output >= args.linear.weight.out_features) return;
     const int64_t first = token * args.num_chosen;
-    float total[4] = {};
+    float total[COUNT] = {};
 #pragma unroll 8
     for (int64_t pair = first; pair < first + args.num_chosen; pair++) {
-        const auto product = *(const pk_vec<Product, 4> *)(products + pair * args.linear.weight.out_features + output);
+        float values[COUNT];
+        pk_packed<Product> product;
+        product.bits = __ldcs((const uint4 *)(products + pair * args.linear.weight.out_features + output));
         const float weight = args.weights[pair];
         if (args.experts[pair] < 0 || args.experts[pair] >= args.num_experts) continue;
-        for (int i = 0; i < 4; i++) total[i] += weight * pk_to_float(product.at[i]);
+        product.unpack(values);
+        for (int i = 0; i < COUNT; i++) total[i] += weight * values[i];
     }
     T *out = (T *)to.out + token * to.out_stride + output;
-    for (int i = 0; i < 4; i++) out[i] = pk_from_float<T>(to.adds_to_out ? pk_to_float(out[i]) + total[i] : total[i]);
+    const bool is_aligned = (size_t)out % alignof(some) == 0;
+    some sums;
+    if (to.adds_to_out && is_aligned) sums = *(const some *)out;
+    for (int i = 0; i < COUNT; i++) {
+        if (to.adds_to_out) total[i] += pk_to_float(is_aligned ? sums.at[i] : out[i]);
+        sums.at[i] = pk_from_float<T>(total[i]);
+    }
+    if (is_aligned)
+        *(some *)out = sums;
+    else
+        for (int i = 0; i < COUNT; i++) out[i] = sums.at[i];
 }
 
 // --- launchers
@@ -82,19 +100,6 @@ bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk
            (weight.scales ? can_be_decoded(weight, args->num_experts) : can_be_copied(weight));
 }
 
-/* Rows of the weight by sixteens: 8 gates and their 8 ups, or 16 neighbours. */
-static pk_status map_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile, pk_error *err)
-{
-    const pk_weight &weight = args->linear.weight;
-    const bool is_gated = args->linear.epilogue.is_gated;
-    const int64_t sixteens = weight.out_features / 16, apart = is_gated ? weight.out_features / 2 : 8;
-    const int64_t sizes[] = {weight.in_features, 8, 2, sixteens, args->num_experts};
-    const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
-                               weight.of_experts.data};
-    const int box[] = {GROUPED_LINE, 8, 2, tile / 16, 1};
-    return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
-}
-
 template <typename T, int N, weight_form FORM>
 static pk_status launch(grouped_params &params, const pk_cuda_call &call)
 {
@@ -106,7 +111,7 @@ static pk_status launch(grouped_params &params, const pk_cuda_call &call)
     const int64_t list_bytes = params.lists.groups ? 0 : listed_bytes(args, N);
     params.num_stages = shape::stages_on(call.device->card, list_bytes);
     if (FORM == AS_X)
-        PK_TRY(map_weight(&params.weight_map, args, shape::TILE, call.err));
+        PK_TRY(pk_cuda_map_expert_weight(&params.weight_map, args, shape::TILE, call.err));
     else
         PK_TRY(make_weight_pieces(&params.pieces, args->linear.weight, call.err));
     auto kernel = expert_grouped_kernel<T, N, FORM>;
@@ -161,64 +166,136 @@ static const grouped_instance *instance_for(const pk_expert_linear_args *args)
     return found;
 }
 
-/* Those of many pairs are half as large, and rounded as transformers does it: they would take a quarter of the time. */
-static pk_dtype products_of(const pk_expert_linear_args *args)
+/* How some tokens are multiplied, and where their lists and products lie in scratch memory. */
+struct grouped_plan {
+    const grouped_instance *instance; /* NULL: many.cu */
+    bool is_listed;                   /* by kernels ahead */
+    int64_t products_at, bytes;
+    pk_dtype products; /* those of many pairs are half as large, and rounded as transformers does it */
+
+    int most_rows() const { return instance ? instance->shown.rows : (int)MANY_ROWS; } /* of a group */
+};
+static pk_status make_plan(grouped_plan *plan, const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    return pk_num_pairs(args) > LISTED_PAIRS ? args->linear.x.dtype : PK_F32;
+    const bool is_many = pk_cuda_experts_many_applies(args);
+    *plan = {is_many ? nullptr : instance_for(args), pk_num_pairs(args) > LISTED_PAIRS};
+    if (!is_many && !plan->instance) return pk_cuda_no_instance(call, "expert_grouped_kernel");
+    plan->products = plan->is_listed ? args->linear.x.dtype : PK_F32;
+    if (plan->is_listed) plan->products_at = pk_ceil_div(expert_lists_bytes(args, plan->most_rows()), 256) * 256;
+    const int64_t row_bytes = args->linear.weight.out_features * (int64_t)pk_dtype_bytes(plan->products);
+    plan->bytes = plan->products_at + (args->weights ? pk_num_pairs(args) * row_bytes : 0);
+    return PK_OK;
 }
 
-/* Some of the tokens; the scratch memory has a list of groups, their pairs, and the products to be added. */
+static pk_status add_up(const pk_expert_linear_args *args, pk_dtype dtype, const void *products,
+                        const pk_cuda_call &call)
+{
+    dim3 grid = pk_cuda_grid(args->linear.x.num_rows);
+    auto launch_as = [&](auto zero, auto product) {
+        using Product = decltype(product);
+        grid.y = (unsigned)pk_ceil_div(args->linear.weight.out_features, 256 * pk_packed<Product>::COUNT);
+        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero), Product>, grid,
+                                    dim3(256), 0, *args, (const Product *)products);
+    };
+    return pk_for_float_dtype(call.err, args->linear.x.dtype, [&](auto zero) {
+        return dtype == PK_F32 ? launch_as(zero, 0.0f) : launch_as(zero, zero);
+    });
+}
+
+/* The same product without the sum. */
+static pk_expert_linear_args with_products(const pk_expert_linear_args *args, pk_dtype dtype, void *products)
+{
+    pk_expert_linear_args some = *args;
+    some.linear.epilogue = {};
+    some.linear.epilogue.out = products, some.linear.epilogue.out_dtype = dtype;
+    some.out_pair_stride = args->linear.weight.out_features;
+    some.linear.epilogue.out_stride = args->num_chosen * some.out_pair_stride;
+    return some;
+}
+
+/* Some of the tokens. */
 static pk_status multiply(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    const grouped_instance *instance = instance_for(args);
-    if (!instance) return pk_cuda_no_instance(call, "expert_grouped_kernel");
-    const pk_weight &weight = args->linear.weight;
-    const int most_rows = instance->shown.rows;
-    const int64_t num_pairs = pk_num_pairs(args);
-    const bool is_listed = num_pairs > LISTED_PAIRS; /* by a kernel ahead */
-    const int64_t groups_at = 16, groups_bytes = pk_most_groups(args, most_rows) * (int64_t)sizeof(pk_expert_group);
-    const int64_t order_at = groups_at + groups_bytes;
-    const int64_t products_at = is_listed ? pk_ceil_div(order_at + num_pairs * 4, 256) * 256 : 0;
-    const pk_dtype products = products_of(args);
-    const int64_t product_bytes = num_pairs * weight.out_features * (int64_t)pk_dtype_bytes(products);
-    const int64_t bytes = products_at + (args->weights ? product_bytes : 0);
+    grouped_plan plan;
+    PK_TRY(make_plan(&plan, args, call));
     pk_cuda_scratch scratch = {};
-    if (bytes > 0) PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)bytes));
-    char *data = (char *)scratch.data;
+    if (plan.bytes > 0) PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)plan.bytes));
+    void *products = (char *)scratch.data + plan.products_at;
     grouped_params params = {};
     params.args = *args;
-    params.is_early = !is_listed && weight.is_constant && args->experts_are_constant;
-    if (is_listed)
-        params.lists = {most_rows, (int *)data, (pk_expert_group *)(data + groups_at), (int32_t *)(data + order_at)};
-    if (args->weights) {
-        params.args.linear.epilogue = {};
-        params.args.linear.epilogue.out = data + products_at;
-        params.args.linear.epilogue.out_dtype = products;
-        params.args.linear.epilogue.out_stride = args->num_chosen * weight.out_features;
-        params.args.out_pair_stride = weight.out_features;
+    params.is_early = !plan.is_listed && args->linear.weight.is_constant && args->experts_are_constant;
+    if (plan.is_listed) {
+        const expert_lists lists = expert_lists_in(scratch.data, args, plan.most_rows());
+        PK_TRY(pk_cuda_list_experts(args, lists, call));
+        params.lists = lists.groups;
     }
-    if (is_listed) PK_TRY(pk_cuda_list_experts(args, params.lists, call));
-    PK_TRY(instance->launch(params, call));
-    if (!args->weights) return PK_OK;
-    dim3 grid = pk_cuda_grid(args->linear.x.num_rows);
-    grid.y = (unsigned)pk_ceil_div(weight.out_features, 1024);
-    auto add_up = [&](auto zero, auto product) {
-        return pk_cuda_launch_early(call, "expert_sum_kernel", expert_sum_kernel<decltype(zero), decltype(product)>,
-                                    grid, dim3(256), 0, *args, (decltype(product) *)(data + products_at));
-    };
-    return pk_for_float_dtype(call.err, args->linear.x.dtype,
-                              [&](auto zero) { return products == PK_F32 ? add_up(zero, 0.0f) : add_up(zero, zero); });
+    if (args->weights) params.args = with_products(args, plan.products, products);
+    PK_TRY(plan.instance ? plan.instance->launch(params, call)
+                         : pk_cuda_experts_many(&params.args, params.lists, AS_PAIRS, call));
+    return args->weights ? add_up(args, plan.products, products, call) : PK_OK;
 }
 
+/* At a time, for counts of chunks, and scratch memory: of more tokens some come after others. */
+static int64_t most_tokens(const pk_expert_linear_args *args)
+{
+    enum { MOST_PAIRS = 1 << 20, MOST_PRODUCTS = 256 << 20 };
+    const int64_t most = MOST_PAIRS / args->num_chosen;
+    if (!args->weights) return most;
+    return std::min(most, MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1);
+}
 pk_status pk_cuda_experts_grouped(const pk_expert_linear_args *args, const pk_cuda_call &call)
 {
-    enum { MOST_PRODUCTS = 256 << 20 }; /* in scratch memory: of more tokens some come after others */
-    int64_t most = args->linear.x.num_rows;
-    if (args->weights) most = MOST_PRODUCTS / (args->num_chosen * args->linear.weight.out_features) + 1;
-    for (int64_t first = 0; first < args->linear.x.num_rows; first += most) {
-        const int64_t left = args->linear.x.num_rows - first;
-        const pk_expert_linear_args some = pk_experts_of_tokens(args, first, left < most ? left : most);
+    const int64_t most = most_tokens(args), all = args->linear.x.num_rows;
+    for (int64_t first = 0; first < all; first += most) {
+        const pk_expert_linear_args some = pk_experts_of_tokens(args, first, std::min(most, all - first));
         PK_TRY(multiply(&some, call));
+    }
+    return PK_OK;
+}
+
+// --- both products of a layer
+
+bool pk_cuda_experts_share_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                 const pk_cuda_device *device)
+{
+    const int64_t size = down->linear.weight.in_features;
+    const bool is_dense = down->x_pair_stride == size && down->linear.x.stride == down->num_chosen * size;
+    return !up->linear.is_batch_invariant && is_dense && pk_cuda_experts_grouped_applies(up, device) &&
+           pk_cuda_experts_grouped_applies(down, device) && pk_cuda_experts_many_applies(up) &&
+           pk_cuda_experts_many_applies(down);
+}
+
+/* Of some tokens: what lies between the products is in the order of the lists, so that the engine can copy it. */
+static pk_status multiply_both(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                               const pk_cuda_call &call)
+{
+    grouped_plan plan;
+    pk_cuda_scratch scratch = {};
+    PK_TRY(make_plan(&plan, down, call));
+    PK_TRY(pk_cuda_scratch_of(call, &scratch, (size_t)plan.bytes));
+    const expert_lists lists = expert_lists_in(scratch.data, up, plan.most_rows());
+    void *products = (char *)scratch.data + plan.products_at;
+    PK_TRY(pk_cuda_list_experts(up, lists, call));
+    PK_TRY(pk_cuda_experts_many(up, lists.groups, TO_ORDER, call));
+    const pk_expert_linear_args to_products = with_products(down, plan.products, products);
+    PK_TRY(pk_cuda_experts_many(&to_products, lists.groups, FROM_ORDER, call));
+    return add_up(down, plan.products, products, call);
+}
+pk_status pk_cuda_experts_with_shared_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
+                                            const pk_cuda_call &call)
+{
+    const int64_t most = most_tokens(down), all = up->linear.x.num_rows;
+    for (int64_t first = 0; first < all; first += most) {
+        const int64_t count = std::min(most, all - first);
+        const pk_expert_linear_args some_up = pk_experts_of_tokens(up, first, count),
+                                    some_down = pk_experts_of_tokens(down, first, count);
+        /* The last ones may be few. */
+        if (pk_cuda_experts_share_lists(&some_up, &some_down, call.device)) {
+            PK_TRY(multiply_both(&some_up, &some_down, call));
+        } else {
+            PK_TRY(multiply(&some_up, call));
+            PK_TRY(multiply(&some_down, call));
+        }
     }
     return PK_OK;
 }

@@ -49,8 +49,23 @@ struct grouped_shape {
     }
 };
 
+/* A map of a weight by sixteens of rows, 8 gates and their 8 ups, or 16 neighbours: in_features, 8 rows, 2 of these, all such
+ * sixteens, experts; a copy takes `tile` rows. */
+static inline pk_status pk_cuda_map_expert_weight(CUtensorMap *map, const pk_expert_linear_args *args, int tile,
+                                                  pk_error *err)
+{
+    const pk_weight &weight = args->linear.weight;
+    const bool is_gated = args->linear.epilogue.is_gated;
+    const int64_t sixteens = weight.out_features / 16, apart = is_gated ? weight.out_features / 2 : 8;
+    const int64_t sizes[] = {weight.in_features, 8, 2, sixteens, args->num_experts};
+    const int64_t strides[] = {1, weight.stride, apart * weight.stride, (is_gated ? 8 : 16) * weight.stride,
+                               weight.of_experts.data};
+    const int box[] = {GROUPED_LINE, 8, 2, tile / 16, 1};
+    return pk_cuda_tensor_map(map, "weight", weight.dtype, weight.data, 5, sizes, strides, box, err);
+}
+
 struct grouped_params {
-    CUtensorMap weight_map;     /* in_features, 8 rows, 2 of these, all such sixteens, experts */
+    CUtensorMap weight_map;
     weight_pieces pieces;       /* of a quantised weight, which has no map */
     pk_expert_linear_args args; /* without weights: those are another kernel's */
     pk_expert_groups lists;     /* without groups: each CTA lists the pairs */

@@ -1,14 +1,41 @@
 /* lists.cu - the pairs of tokens and experts, ordered by expert: in the same order in every run, without a sort.
  *
- * Every CTA counts the pairs of all experts. Then it lists those of some experts: its warps share the pairs, count those of
- * the expert by ballots, and write them behind what the warps before have.
+ * A CTA has 1,024 pairs. One kernel counts those of each expert; the other adds up what all CTAs have counted, and puts its
+ * pairs behind those of the CTAs before, of the warps before and of the lanes before. No count depends on who was first.
  */
-#include "cuda/experts/experts.h"
+#include "cuda/experts/groups.h"
 #include "cuda/pack.h"
 
-enum { LIST_WARPS = 16, LIST_THREADS = LIST_WARPS * 32 };
+enum { LIST_WARPS = LIST_CHUNK / 32 };
 
 // --- kernels
+
+/* num_experts: out of range. */
+__device__ static inline int expert_of(const pk_expert_linear_args &args, int pair)
+{
+    const int expert = args.experts[pair];
+    return expert >= 0 && expert < args.num_experts ? expert : (int)args.num_experts;
+}
+
+__global__ void __launch_bounds__(LIST_CHUNK)
+    expert_counts_kernel(const pk_expert_linear_args args, const expert_lists to, pk_cuda_bad_id *bad_id)
+{
+    __shared__ int counts[PK_MAX_EXPERTS + 1];
+    const int num_experts = (int)args.num_experts, pair = blockIdx.x * LIST_CHUNK + threadIdx.x;
+    for (int i = threadIdx.x; i <= num_experts; i += LIST_CHUNK) counts[i] = 0;
+    pk_wait_for_previous_kernel();
+    pk_let_next_kernel_start();
+    __syncthreads();
+    if (pair < pk_num_pairs(&args)) {
+        const int expert = expert_of(args, pair);
+        atomicAdd(&counts[expert], 1);
+        if (expert == num_experts)
+            pk_record_bad_id(bad_id, PK_BAD_EXPERT, pair / args.num_chosen, args.experts[pair], num_experts);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i <= num_experts; i += LIST_CHUNK)
+        to.counts[blockIdx.x * (num_experts + 1) + i] = counts[i];
+}
 
 /* firsts[i] becomes the sum of size_of(i) of all before; the last is the sum of all. By one warp. */
 template <typename Size>
@@ -29,64 +56,63 @@ __device__ static inline void add_up(int *firsts, int count, Size size_of)
     if (lane == 0) firsts[count] = before;
 }
 
-__global__ void __launch_bounds__(LIST_THREADS)
-    expert_lists_kernel(const pk_expert_linear_args args, const pk_expert_groups lists, pk_cuda_bad_id *bad_id)
+/* By one CTA. first_groups: memory for as many as there are experts, those out of range among them, and one more. */
+__device__ static inline void list_groups(const pk_expert_groups &to, const int *counts, const int *firsts,
+                                          int *first_groups, int count)
 {
-    __shared__ int counts[PK_MAX_EXPERTS + 1], firsts[PK_MAX_EXPERTS + 2], first_groups[PK_MAX_EXPERTS + 2];
-    __shared__ int of_warps[LIST_WARPS];
-    const int num_experts = (int)args.num_experts, num_pairs = (int)pk_num_pairs(&args), rows = lists.most_rows;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    auto expert_of = [&](int pair) { /* num_experts: out of range */
-                                     const int expert = args.experts[pair];
-                                     return expert >= 0 && expert < num_experts ? expert : num_experts;
-    };
-    for (int i = threadIdx.x; i <= num_experts; i += LIST_THREADS) counts[i] = 0;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, most = to.most_rows;
+    if (warp == 0) add_up(first_groups, count, [&](int i) { return groups_of(counts[i], most); });
+    __syncthreads();
+    for (int i = warp; i < count; i += LIST_WARPS) {
+        const int rows = rows_of_group(counts[i], most);
+        for (int first = lane * rows; first < counts[i]; first += 32 * rows)
+            to.groups[first_groups[i] + first / rows] = {i, firsts[i] + first, min(rows, counts[i] - first)};
+    }
+    if (threadIdx.x == 0) *to.num_groups = first_groups[count];
+}
+
+__global__ void __launch_bounds__(LIST_CHUNK)
+    expert_order_kernel(const pk_expert_linear_args args, const expert_lists to)
+{
+    __shared__ int totals[PK_MAX_EXPERTS + 1], before[PK_MAX_EXPERTS + 2], firsts[PK_MAX_EXPERTS + 2];
+    __shared__ uint8_t of_warps[LIST_WARPS][PK_MAX_EXPERTS + 1];
+    const int kinds = (int)args.num_experts + 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int pair = blockIdx.x * LIST_CHUNK + threadIdx.x;
+    const bool is_pair = pair < pk_num_pairs(&args);
+    for (int i = threadIdx.x; i < kinds; i += LIST_CHUNK) totals[i] = before[i] = 0;
+    for (int i = lane; i < kinds; i += 32) of_warps[warp][i] = 0;
     pk_wait_for_previous_kernel();
     pk_let_next_kernel_start();
+    const int expert = is_pair ? expert_of(args, pair) : -1;
     __syncthreads();
-    for (int pair = threadIdx.x; pair < num_pairs; pair += LIST_THREADS) {
-        const int expert = expert_of(pair);
-        atomicAdd(&counts[expert], 1);
-        if (expert == num_experts && blockIdx.x == 0)
-            pk_record_bad_id(bad_id, PK_BAD_EXPERT, pair / args.num_chosen, args.experts[pair], num_experts);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < to.num_chunks * kinds; i += LIST_CHUNK) {
+        const int chunk = i / kinds, its = to.counts[i];
+        atomicAdd(&totals[i - chunk * kinds], its);
+        if (chunk < (int)blockIdx.x) atomicAdd(&before[i - chunk * kinds], its);
     }
+    const unsigned same = __match_any_sync(~0u, expert); /* of this warp's pairs */
+    const int rank = __popc(same & ((1u << lane) - 1));
+    if (is_pair && rank == 0) of_warps[warp][expert] = (uint8_t)__popc(same);
     __syncthreads();
-    if (warp == 0) add_up(firsts, num_experts + 1, [&](int i) { return counts[i]; });
-    if (warp == 1) add_up(first_groups, num_experts + 1, [&](int i) { return (counts[i] + rows - 1) / rows; });
+    if (warp == 0) add_up(firsts, kinds, [&](int i) { return totals[i]; });
     __syncthreads();
-    if (blockIdx.x == 0 && threadIdx.x == 0) *lists.num_groups = first_groups[num_experts + 1];
-
-    const int share = (num_pairs + LIST_THREADS - 1) / LIST_THREADS * 32; /* of a warp */
-    const int begin = warp * share, end = min(begin + share, num_pairs);
-#pragma unroll 1
-    for (int expert = blockIdx.x; expert <= num_experts; expert += gridDim.x) {
-        const int count = counts[expert], first = firsts[expert];
-        if (count == 0) continue;
-        int own = 0;
-        for (int at = begin; at < end; at += 32)
-            own += __popc(__ballot_sync(~0u, at + lane < end && expert_of(at + lane) == expert));
-        if (lane == 0) of_warps[warp] = own;
-        __syncthreads();
-        int place = first;
-        for (int w = 0; w < warp; w++) place += of_warps[w];
-        for (int at = begin; at < end; at += 32) {
-            const bool is_its = at + lane < end && expert_of(at + lane) == expert;
-            const unsigned all = __ballot_sync(~0u, is_its);
-            if (is_its) lists.order[place + __popc(all & ((1u << lane) - 1))] = at + lane;
-            place += __popc(all);
-        }
-        for (int i = threadIdx.x; i * rows < count; i += LIST_THREADS)
-            lists.groups[first_groups[expert] + i] = {expert, first + i * rows, min(rows, count - i * rows)};
-        __syncthreads(); /* of_warps have been read */
+    if (is_pair) {
+        int place = firsts[expert] + before[expert] + rank;
+        for (int w = 0; w < warp; w++) place += of_warps[w][expert];
+        to.groups.order[place] = pair;
     }
+    if (blockIdx.x > 0) return;
+    __syncthreads(); /* `before` has been read */
+    list_groups(to.groups, totals, firsts, before, kinds);
 }
 
 // --- launchers
 
-pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const pk_expert_groups &groups,
-                               const pk_cuda_call &call)
+pk_status pk_cuda_list_experts(const pk_expert_linear_args *args, const expert_lists &lists, const pk_cuda_call &call)
 {
-    const int64_t ctas = args->num_experts + 1 < call.device->num_sms ? args->num_experts + 1 : call.device->num_sms;
-    return pk_cuda_launch_early(call, "expert_lists_kernel", expert_lists_kernel, pk_cuda_grid(ctas),
-                                dim3(LIST_THREADS), 0, *args, groups, call.device->bad_id);
+    const dim3 grid = pk_cuda_grid(lists.num_chunks), cta(LIST_CHUNK);
+    PK_TRY(pk_cuda_launch_early(call, "expert_counts_kernel", expert_counts_kernel, grid, cta, 0, *args, lists,
+                                call.device->bad_id));
+    return pk_cuda_launch_early(call, "expert_order_kernel", expert_order_kernel, grid, cta, 0, *args, lists);
 }

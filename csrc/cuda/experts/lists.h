@@ -3,9 +3,7 @@
 #ifndef PK_CUDA_EXPERTS_LISTS_H
 #define PK_CUDA_EXPERTS_LISTS_H
 
-#include "cuda/experts/experts.h"
-
-enum { LISTED_PAIRS = 2048 /* at most */ };
+#include "cuda/experts/groups.h"
 
 /* In shared memory: the lists, and what they are made with. */
 static inline int64_t listed_bytes(const pk_expert_linear_args *args, int most_rows)

@@ -1,12 +1,13 @@
-/* emulate.h - some CTAs of a Hopper's kernel on the CPU, all at once: tests/emulated_gpu.h, and what sm90.h and many_sm90.h have.
+/* emulated_sm90.h - some CTAs of a Hopper's kernel on the CPU, all at once: emulated_gpu.h, and what sm90.h and mma.h have.
  *
  * What is asynchronous is late: a copy of the engine, or of many threads, lands at some time after it was started, and a product
  * reads its operands when it is waited for. So a stage that is used too early or given away too early shows. Include it before
  * the kernel's headers, with EMULATED_CTAS and EMULATED_CTA_THREADS.
  */
-#ifndef EXPERTS_EMULATE_H
-#define EXPERTS_EMULATE_H
+#ifndef EMULATED_SM90_H
+#define EMULATED_SM90_H
 
+#define EMULATED_STACK_BYTES (1 << 15) /* there are many */
 #define EMULATED_THREADS (EMULATED_CTAS * EMULATED_CTA_THREADS)
 #include "emulated_gpu.h"
 
@@ -19,7 +20,6 @@
 #define PK_SM90A 1
 #define PK_SM90_H
 #define PK_CUDA_MMA_H
-#define MANY_SM90_H
 
 // --- CTAs
 
@@ -49,7 +49,7 @@ static char *emulated_at(uint32_t smem) { return emulated_base() + smem; }
 struct emulated_named_barrier {
     int arrived, turn;
 };
-static emulated_named_barrier emulated_named[EMULATED_CTAS][16], emulated_clusters[EMULATED_CTAS];
+static emulated_named_barrier emulated_named[EMULATED_CTAS][16];
 static void emulated_meet(emulated_named_barrier &barrier, int threads, bool waits)
 {
     const int turn = barrier.turn;
@@ -126,16 +126,6 @@ static void barrier_wait(uint32_t at, uint32_t parity)
 }
 static void named_sync(int id, int threads) { emulated_meet(emulated_named[emulated_cta()][id], threads, true); }
 static void named_arrive(int id, int threads) { emulated_meet(emulated_named[emulated_cta()][id], threads, false); }
-static int emulated_cluster = 1; /* CTAs */
-static void cluster_sync()
-{
-    emulated_meet(emulated_clusters[emulated_cta() / emulated_cluster], emulated_cluster * EMULATED_CTA_THREADS, true);
-}
-static void cluster_leave() { cluster_sync(); }
-static uint32_t address_in(int rank, uint32_t smem)
-{
-    return (emulated_cta() / emulated_cluster * emulated_cluster + rank) * EMULATED_SMEM + smem % EMULATED_SMEM;
-}
 static void fence_async_proxy() {}
 static void prefetch_tensor_map(const CUtensorMap *) {}
 static uint32_t swizzled(uint32_t at) { return at ^ (at >> 3 & 0x70); }
@@ -179,6 +169,50 @@ static void give_registers()
 {
 }
 
+/* Ordinary copies of a thread, which land together. */
+static std::vector<std::function<void()>> emulated_copies[emulated::THREADS];
+static void emulated_copy_16(uint32_t to, const void *from, int bytes)
+{
+    emulated_copies[emulated::current].push_back([=] {
+        std::memset(emulated_at(to), 0, 16);
+        std::memcpy(emulated_at(to), from, (size_t)bytes);
+    });
+}
+static void barrier_arrive_after_copies(uint32_t barrier)
+{
+    const auto copies = std::move(emulated_copies[emulated::current]);
+    emulated_copies[emulated::current].clear();
+    emulated_late.push_back([=] {
+        for (const auto &copy : copies) copy();
+        emulated_arrive(barrier);
+    });
+}
+static uint64_t load_word(const uint64_t *from) { return emulated_wait(), *(const volatile uint64_t *)from; }
+static void load_words(uint64_t (&words)[2], const uint64_t *from)
+{
+    emulated_wait();
+    words[0] = from[0], words[1] = from[1];
+}
+static void store_word(uint64_t *to, uint64_t word) { *to = word; }
+static uint4 load_16(uint32_t smem)
+{
+    uint4 bits;
+    return std::memcpy(&bits, emulated_at(smem), 16), bits;
+}
+/* stmatrix.trans: lane 8 m + i has the address of row i of the m-th matrix, whose number c comes from lane c * 4 + i / 2. */
+static void store_turned(uint32_t smem, const uint32_t (&values)[4])
+{
+    static uint32_t all[emulated::WARPS][32][4];
+    const int warp = emulated::current / 32, lane = emulated::current % 32;
+    std::memcpy(all[warp][lane], values, sizeof values);
+    __syncwarp();
+    for (int c = 0; c < 8; c++) {
+        const uint16_t bits = (uint16_t)(all[warp][c * 4 + lane % 8 / 2][lane / 8] >> lane % 2 * 16);
+        std::memcpy(emulated_at(smem) + c * 2, &bits, 2);
+    }
+    __syncwarp();
+}
+
 // --- wgmma
 
 static std::deque<std::vector<std::function<void()>>> emulated_groups[emulated::THREADS];
@@ -206,9 +240,6 @@ static uint64_t descriptor(uint32_t smem, int, int stride)
     if (stride != 1024) abort();
     return smem >> 4;
 }
-}  // namespace sm90
-using namespace sm90;
-
 template <typename T>
 static float emulated_number(uint64_t matrix, int row, int k)
 {
@@ -218,9 +249,10 @@ static float emulated_number(uint64_t matrix, int row, int k)
     return (float)value;
 }
 template <typename T, int N>
-struct many_wgmma {
-    static void multiply(float *d, uint64_t a, uint64_t b, int add)
+struct wgmma {
+    static void smem_smem(float (&of)[N / 2], uint64_t a, uint64_t b, int add)
     {
+        float *const d = of;
         const int warp = emulated_thread().x / 32 % 4, lane = emulated_thread().x % 32;
         emulated_open[emulated::current].push_back([=] {
             for (int r = 0; r < 2; r++) {
@@ -238,63 +270,10 @@ struct many_wgmma {
     }
 };
 
-// --- many_sm90.h
+}  // namespace sm90
+using namespace sm90;
 
-static void copy_2d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int num_ctas)
-{
-    for (int rank = 0; rank < num_ctas; rank++)
-        emulated_copy(address_in(rank, smem), map, address_in(rank, barrier), {c0, c1});
-}
-static void copy_5d_to_all(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                           int c4, int num_ctas)
-{
-    for (int rank = 0; rank < num_ctas; rank++)
-        emulated_copy(address_in(rank, smem), map, address_in(rank, barrier), {c0, c1, c2, c3, c4});
-}
-static void barrier_arrive_in(int rank, uint32_t barrier) { emulated_arrive(address_in(rank, barrier)); }
-
-/* Ordinary copies of a thread, which land together. */
-static std::vector<std::function<void()>> emulated_copies[emulated::THREADS];
-static void emulated_copy_16(uint32_t to, const void *from, int bytes)
-{
-    emulated_copies[emulated::current].push_back([=] {
-        std::memset(emulated_at(to), 0, 16);
-        std::memcpy(emulated_at(to), from, (size_t)bytes);
-    });
-}
-static void barrier_arrive_after_copies(uint32_t barrier)
-{
-    const auto copies = std::move(emulated_copies[emulated::current]);
-    emulated_copies[emulated::current].clear();
-    emulated_late.push_back([=] {
-        for (const auto &copy : copies) copy();
-        emulated_arrive(barrier);
-    });
-}
-static uint4 load_16(uint32_t smem)
-{
-    uint4 bits;
-    return std::memcpy(&bits, emulated_at(smem), 16), bits;
-}
-/* stmatrix.trans: lane 8 m + i has the address of row i of the m-th matrix, whose number c comes from lane c * 4 + i / 2. */
-static void store_turned(uint32_t smem, const uint32_t (&values)[4])
-{
-    static uint32_t all[emulated::WARPS][32][4];
-    const int warp = emulated::current / 32, lane = emulated::current % 32;
-    std::memcpy(all[warp][lane], values, sizeof values);
-    __syncwarp();
-    for (int c = 0; c < 8; c++) {
-        const uint16_t bits = (uint16_t)(all[warp][c * 4 + lane % 8 / 2][lane / 8] >> lane % 2 * 16);
-        std::memcpy(emulated_at(smem) + c * 2, &bits, 2);
-    }
-    __syncwarp();
-}
-static uint64_t load_relaxed(const uint64_t *from) { return emulated_wait(), *(const volatile uint64_t *)from; }
-static void store_relaxed(uint64_t *to, uint64_t value) { *to = value; }
-static uint32_t load_acquire(const uint32_t *from) { return emulated_wait(), *(const volatile uint32_t *)from; }
-static void store_release(uint32_t *to, uint32_t value) { *to = value; }
-
-// --- mma.h: as tests/expert_linear_on_cpu.cpp has it
+// --- mma.h: as expert_linear_on_cpu.cpp has it
 
 template <typename T>
 static void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint2 b)
@@ -316,23 +295,11 @@ static void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint2 b)
 
 // --- CUDA's names that the tests' header has not
 
-static unsigned __match_any_sync(unsigned, int value)
-{
-    const uint64_t *all = emulated::exchange(value);
-    unsigned lanes = 0;
-    for (int i = 0; i < 32; i++) lanes |= (unsigned)((int)all[i] == value) << i;
-    return lanes;
-}
 static uint32_t atomicOr(uint32_t *at, uint32_t value) { return std::exchange(*at, *at | value); }
 template <typename T>
 static T __ldcs(const T *at)
 {
     return *at;
-}
-template <typename T>
-static void __stcs(T *at, T value)
-{
-    *at = value;
 }
 extern "C" float __expf(float x) noexcept { return std::exp(x); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
@@ -341,14 +308,5 @@ cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return 
 
 #include "cuda/pack.h"
 #define copy_async_16 emulated_copy_16
-
-/* Numbers like those of a model, in bf16. */
-static std::vector<__nv_bfloat16> emulated_numbers(size_t count, float scale)
-{
-    std::vector<__nv_bfloat16> to(count);
-    for (auto &each : to)
-        each = __float2bfloat16_rn(((float)(emulated_random() % 65536) / 65536 - 0.5f) * 3.46f * scale);
-    return to;
-}
 
 #endif

@@ -1,0 +1,168 @@
+/* cta.h - a CTA as all of its warps see it, and how they wait. */
+#ifndef PK_CUDA_STEP_CTA_H
+#define PK_CUDA_STEP_CTA_H
+
+#include "cuda/step/ptx.h"
+
+#ifdef PK_SM90A
+
+enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_MEETING = STEP_CONSUMING + 32 /* with the sender */ };
+enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; the first two are pairs */
+
+__device__ __forceinline__ void step_meet() /* consumers */
+{
+    __syncwarp();
+    sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
+}
+
+/* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
+struct step_turns {
+    uint32_t uses = 0;
+    __device__ int turn() const { return uses & 1; }
+    __device__ void next() { uses++; }
+    __device__ void wait(int pair) const
+    {
+        __syncwarp();
+        sm90::named_sync(pair + turn(), STEP_MEETING);
+    }
+    __device__ void arrive(int pair) const
+    {
+        __syncwarp();
+        sm90::named_arrive(pair + turn(), STEP_MEETING);
+    }
+};
+
+/* Of a row's keys, in all layers: this rank's. Of all keys the new one is the last. */
+struct step_item {
+    int begin, past_count, count, has_new;
+};
+
+struct step_cta {
+    const pk_step_params &params;
+    const pk_step_args &args;
+    uint8_t *smem;
+    const step_smem &at;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int team, rank;
+    const uint32_t base = params.words.head[0] + 1; /* epoch of the step's first x */
+    int half = 0; /* of a layer: attention's, the MLP's, attention's of the next, ... */
+
+    __device__ step_cta(const pk_step_params &params, uint8_t *smem, int team, int rank)
+        : params(params), args(params.args), smem(smem), at(params.at), team(team), rank(rank)
+    {
+    }
+    __device__ int cta() const { return team * STEP_RANKS + rank; }
+    __device__ int num_ctas() const { return args.kv_heads * STEP_RANKS; }
+    __device__ int group() const { return args.q_heads / args.kv_heads; }
+    __device__ const pk_step_layer *layers() const { return (const pk_step_layer *)(smem + at.table); }
+    __device__ const pk_step_layer &its() const { return layers()[half / 2]; }
+    __device__ struct step_chunk *chunks() const { return (struct step_chunk *)(smem + at.chunks); }
+    __device__ step_item &item(int row) const { return ((step_item *)(smem + at.items))[row]; }
+    __device__ float *sums(int turn) const
+    {
+        return (float *)(smem + at.sums) + turn * step_smem::sums_words(args.num_rows);
+    }
+    __device__ uint32_t ring() const { return smem_address(smem + at.ring); }
+    __device__ uint32_t barriers() const { return smem_address(smem + at.barriers); } /* full, empty, mails */
+    __device__ uint32_t mail_barrier(int kind) const { return barriers() + (2 * params.num_stages + kind) * 8; }
+    __device__ uint32_t epoch() const { return base + half; } /* of x before it */
+    __device__ bool is_end() const { return half == 2 * args.num_layers; }
+    __device__ __forceinline__ step_phase part(int phase) const
+    {
+        step_phase its = params.phases[phase];
+        if (phase == STEP_HEAD) {
+            its.blocks = step_phase::first_of_head(args, cta() + 1) - step_phase::first_of_head(args, cta());
+            its.panels = (its.blocks + STEP_PANEL - 1) / STEP_PANEL;
+        }
+        return its;
+    }
+    __device__ void divide(int row) const
+    {
+        const uint32_t len = max(args.context_lens[row], 0), past = min(max(len, 1u) - 1, args.max_positions - 1u);
+        step_item &its = item(row);
+        its.has_new = len > 0 && rank == STEP_RANKS - 1;
+        its.begin = past * rank / STEP_RANKS, its.past_count = past * (rank + 1) / STEP_RANKS - its.begin;
+        its.count = its.past_count + its.has_new;
+    }
+};
+
+__device__ __forceinline__ float2 step_pair(uint32_t bits)
+{
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+/* Waits for a stage of the ring, which depends on no other CTA. Should it never come, for a map that is wrong, the step
+ * counts as failed, and nothing is waited for long. */
+__device__ __forceinline__ void step_wait_ring(const step_cta &cta, uint32_t barrier, uint32_t parity)
+{
+    uint32_t *head = cta.params.words.head;
+    for (int looks = 1; !step_is_over(barrier, parity); looks++) {
+        if (looks & 255) continue;
+        if (looks == 1 << 22) head[2] = 64 << 16 | blockIdx.x, head[1] = 2;
+        if (*(volatile uint32_t *)&head[1] == 2) break;
+    }
+}
+
+/* A warp's patience. Once it has run out, or another CTA's has, nothing is waited for: the kernel goes on to its end with
+ * whatever lies there, so that all barriers inside the CTA are met, and the step counts as failed. */
+struct step_waiter {
+    const pk_step_params &params;
+    bool has_given_up = params.flags & STEP_NEVER_WAIT;
+
+    __device__ step_waiter(const pk_step_params &params) : params(params) {}
+    /* After each look in vain, by all lanes. */
+    __device__ __forceinline__ bool goes_on(uint32_t &looks, uint32_t &since, int what)
+    {
+        if (has_given_up) return false;
+        if ((++looks & 1023) != 0) return true;
+        uint32_t *head = params.words.head;
+        const uint32_t now = step_now(), limit_ns = params.flags & STEP_SHORT_WAIT ? 20000000 : 1000000000;
+        if (since == 0) return since = now | 1;
+        const bool is_over = __any_sync(~0u, now - since > limit_ns);
+        if (is_over && threadIdx.x % 32 == 0 && atomicExch(&head[1], 1u) == 0) head[2] = what << 16 | blockIdx.x;
+        has_given_up = __any_sync(~0u, is_over || *(volatile uint32_t *)&head[1] != 0);
+        return !has_given_up;
+    }
+    __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity, int what)
+    {
+        uint32_t looks = 0, since = 0;
+        while (!__all_sync(~0u, step_is_over(barrier, parity)) && goes_on(looks, since, what)) {
+        }
+    }
+    /* By a whole warp: each lane has COUNT pairs of neighbouring words. Every place is one where words will be, because loads
+     * on conditions would wait for each other. */
+    template <int COUNT, typename Place>
+    __device__ __forceinline__ void fetch(uint2 (&data)[COUNT], uint32_t epoch, int what, Place place)
+    {
+        ulonglong2 words[COUNT];
+        uint32_t looks = 0, since = 0, wrong;
+        do {
+            wrong = 0;
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) words[i] = step_load_words(place(i));
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                wrong |= ((uint32_t)(words[i].x >> 32) ^ epoch) | ((uint32_t)(words[i].y >> 32) ^ epoch);
+        } while (!__all_sync(~0u, wrong == 0) && goes_on(looks, since, what));
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) data[i] = {(uint32_t)words[i].x, (uint32_t)words[i].y};
+    }
+    /* The same of sums with tags. */
+    template <int COUNT, typename Place>
+    __device__ __forceinline__ void fetch_sums(uint2 (&data)[COUNT], uint32_t epoch, int what, Place place)
+    {
+        uint32_t looks = 0, since = 0, wrong;
+        do {
+            wrong = 0;
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) data[i] = step_load_sums(place(i));
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) wrong |= (data[i].x ^ epoch) | (data[i].y ^ epoch);
+        } while (!__all_sync(~0u, (wrong & STEP_TAG) == 0) && goes_on(looks, since, what));
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) data[i].x &= ~STEP_TAG, data[i].y &= ~STEP_TAG;
+    }
+};
+
+#endif  // PK_SM90A
+#endif

@@ -205,7 +205,7 @@ static void step_store_sums(uint32_t *to, float2 sums, uint32_t epoch)
 static uint32_t step_now()
 {
     static uint32_t now = 1;
-    return now += 1 << 16;
+    return now += 1 << 10;
 }
 template <typename T>
 static T step_fresh(T x)
@@ -243,7 +243,6 @@ static void step_copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                 its.base + (int64_t)(row + r) * its.inputs * 2 + (column + c) * 128 + i * 16, 16);
     });
 }
-static void step_prefetch_box(const CUtensorMap *, uint32_t, uint32_t) {}
 static uint64_t no_policy() { return 0; }
 #define evict_first_policy no_policy
 #define pk_prefetch_to_l2(from) (void)(from)
@@ -253,7 +252,7 @@ static uint64_t no_policy() { return 0; }
 
 struct step_case {
     int is_cluster, num_layers, hidden, ffn, q_heads, kv_heads, vocab, max_positions, block_size, num_blocks, num_rows,
-        table_stride, num_stages, in_flight, num_steps, num_missing, is_fp8;
+        table_stride, num_stages, num_steps, num_missing, is_fp8;
 };
 struct step_weights { /* of a layer */
     char *qkv, *o, *gate_up, *down;
@@ -288,8 +287,6 @@ static bool run_case(const step_case &its, const pk_step_params &params, uint8_t
         run_step<IS_CLUSTER, 1, 2>(params, smem, num_here);
     else if (rows == 2 && group == 2)
         run_step<IS_CLUSTER, 2, 2>(params, smem, num_here);
-    else if (rows == 4 && group == 1)
-        run_step<IS_CLUSTER, 4, 1>(params, smem, num_here);
     else
         return false;
     return true;
@@ -313,9 +310,10 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
     args.block_tables = block_tables, args.table_stride = its->table_stride, args.dump = (__nv_bfloat16 *)dump;
     args.sample.temperatures = temperatures, args.sample.seeds = seeds, args.sample.positions = positions;
     args.sample.out = out, args.sample.num_rows = its->num_rows, args.sample.vocab_size = its->vocab;
-    if (const char *what = pk_step_refusal(args, its->is_cluster, 227 << 10)) return what;
+    static char why[PK_STEP_WHY];
+    if (pk_step_refuses(args, 227 << 10, why)) return why;
 
-    std::vector<pk_step_layer> layers(its->num_layers);
+    pk_step_layer *const layers = params.layers;
     const int width = its->q_heads * STEP_HEAD_DIM;
     auto place = [&](int layer, int phase, const char *weight, int inputs) {
         const step_place at = pk_step_place(first_weight, weight, inputs);
@@ -327,7 +325,6 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
         place(i, STEP_QKV, w.qkv, its->hidden), place(i, STEP_O, w.o, width);
         place(i, STEP_GATE_UP, w.gate_up, its->hidden), place(i, STEP_DOWN, w.down, its->ffn);
     }
-    args.layers = layers.data();
     const step_place head = pk_step_place(first_weight, embedding, its->hidden);
     args.head_row = head.row, args.head_column = head.column;
     const int inputs[3] = {its->hidden, width, its->ffn};
@@ -335,10 +332,9 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
         *(emulated::map *)&params.maps[i] = {first_weight, inputs[i], i ? STEP_NARROW_ROWS : 8,
                                              (i ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS};
     std::vector<uint64_t> words(pk_step_num_words(args));
-    pk_step_plan(&params, its->is_cluster, 227 << 10, words.data());
-    params.num_stages = its->num_stages, params.in_flight = its->in_flight,
-    params.at = step_smem(args, its->num_stages);
-    params.flags = its->num_missing ? STEP_SHORT_WAIT : 0;
+    pk_step_plan(&params, 227 << 10, words.data());
+    params.num_stages = its->num_stages, params.at = step_smem(args, its->num_stages);
+    if (its->num_missing) params.patience_ns = 1000000;
 
     emulated::smem_bytes = (params.at.bytes + 1023) / 1024 * 1024;
     const size_t bytes = (size_t)STEP_CTAS * emulated::smem_bytes;

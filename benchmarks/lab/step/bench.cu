@@ -142,16 +142,12 @@ static kernel_type kernel_of(bool is_cluster, int rows, int group, bool is_fp8)
     if (is_cluster == c && rows == r && group == g && is_fp8 == (sizeof(T) == 1)) return decode_step_kernel<c, r, g, T>
     K(true, 1, 2, __nv_bfloat16);
     K(true, 1, 4, __nv_bfloat16);
-#ifndef STEP_FEW
     K(true, 2, 2, __nv_bfloat16);
-    K(true, 4, 2, __nv_bfloat16);
     K(true, 1, 2, __nv_fp8_e4m3);
     K(false, 1, 2, __nv_bfloat16);
     K(false, 2, 2, __nv_bfloat16);
-    K(false, 4, 2, __nv_bfloat16);
     K(false, 1, 4, __nv_bfloat16);
     K(false, 1, 2, __nv_fp8_e4m3);
-#endif
     printf("no kernel of %d rows, %d heads here\n", rows, group);
     exit(1);
 }
@@ -160,6 +156,21 @@ __global__ void to_fp8(__nv_fp8_e4m3 *to, const __nv_bfloat16 *from, size_t n)
 {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
         to[i] = __nv_fp8_e4m3(__bfloat162float(from[i]));
+}
+
+/* As decode_step.cu makes it. */
+static CUresult map_of(decltype(&cuTensorMapEncodeTiled) encode, CUtensorMap *map, const void *base, int64_t bytes,
+                       int inputs, bool is_narrow)
+{
+    const cuuint64_t size[3] = {STEP_COLUMNS, (cuuint64_t)(bytes / (inputs * 2) + 1),
+                                (cuuint64_t)(2 * inputs / STEP_COLUMNS)},
+                     stride_bytes[2] = {(cuuint64_t)inputs * 2, STEP_COLUMNS * 2};
+    const cuuint32_t box[3] = {STEP_COLUMNS, (cuuint32_t)(is_narrow ? STEP_NARROW_ROWS : 8),
+                               (cuuint32_t)((is_narrow ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS)},
+                     steps[3] = {1, 1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)base, size, stride_bytes, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /* A model, a cache and a batch on the device. */
@@ -213,7 +224,6 @@ struct session {
             l.its.k_cache = random_cache(), l.its.v_cache = random_cache();
         }
         embedding = weight((size_t)m.vocab * m.hidden, 1);
-        std::vector<pk_step_layer> table;
         for (auto &l : layers) {
             const __nv_bfloat16 *its[4] = {l.qkv, l.o, l.gate_up, l.down};
             const int inputs[4] = {m.hidden, (int)width, m.hidden, m.ffn};
@@ -221,9 +231,7 @@ struct session {
                 const step_place at = pk_step_place(base, its[i], inputs[i]);
                 l.its.row[i] = at.row, l.its.column[i] = at.column;
             }
-            table.push_back(l.its);
         }
-        args.layers = upload(table);
         const step_place head = pk_step_place(base, embedding, m.hidden);
         args.head_row = head.row, args.head_column = head.column;
         void *encode = nullptr;
@@ -232,7 +240,7 @@ struct session {
         const int inputs[3] = {m.hidden, (int)width, m.ffn};
         for (int i = 0; i < 3; i++) {
             const CUresult result =
-                pk_step_map((decltype(&cuTensorMapEncodeTiled))encode, &maps[i], base, end - base, inputs[i], i > 0);
+                map_of((decltype(&cuTensorMapEncodeTiled))encode, &maps[i], base, end - base, inputs[i], i > 0);
             if (result != CUDA_SUCCESS) printf("map %d: CUresult %d\n", i, (int)result), exit(1);
         }
         args.num_layers = m.layers, args.hidden = m.hidden, args.ffn = m.ffn, args.q_heads = m.q_heads;
@@ -295,19 +303,17 @@ struct launcher {
     pk_step_params p = {};
     int missing = 0;
 
-    launcher(session &s, bool is_cluster, int stages = 99, int flying = 3, int prefetch = -1, int flags = 0)
+    launcher(session &s, bool is_cluster, int stages = 99)
         : s(s), is_cluster(is_cluster), kernel(kernel_of(is_cluster, s.args.num_rows, s.group, s.is_fp8))
     {
-        int most_smem =
-            pk_step_smem_limit(is_cluster, (int)s.prop.sharedMemPerMultiprocessor, (int)s.prop.sharedMemPerBlockOptin);
-        if (option("alone", "0")) most_smem = (int)s.prop.sharedMemPerBlockOptin;
-        if (const char *what = pk_step_refusal(s.args, is_cluster, most_smem)) printf("refused: %s\n", what), exit(1);
+        const int most_smem = pk_step_smem_limit(is_cluster, PK_CUDA_CARDS[3]);
+        char why[PK_STEP_WHY];
+        if (pk_step_refuses(s.args, most_smem, why)) printf("refused: %s\n", why), exit(1);
         p.args = s.args;
         memcpy(p.maps, s.maps, sizeof p.maps);
-        pk_step_plan(&p, is_cluster, most_smem, s.words);
+        pk_step_plan(&p, most_smem, s.words);
         p.num_stages = std::min(p.num_stages, stages), p.at = step_smem(s.args, p.num_stages);
-        p.in_flight = std::min(flying, p.num_stages), p.flags = flags;
-        if (prefetch >= 0) p.prefetch = prefetch;
+        for (int i = 0; i < s.m.layers; i++) p.layers[i] = s.layers[i].its;
         CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.at.bytes));
         if (is_cluster) CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     }
@@ -319,8 +325,7 @@ struct launcher {
         if (is_cluster)
             at[c.numAttrs].id = cudaLaunchAttributeClusterDimension,
             at[c.numAttrs++].val.clusterDim = {STEP_RANKS, 1, 1};
-        if (!is_cluster || option("cooperative", "0"))
-            at[c.numAttrs].id = cudaLaunchAttributeCooperative, at[c.numAttrs++].val.cooperative = 1;
+        at[c.numAttrs].id = cudaLaunchAttributeCooperative, at[c.numAttrs++].val.cooperative = 1;
         return c;
     }
     /* Teams that run at once: never assumed. */
@@ -468,7 +473,7 @@ static void check_missing(session &s, bool is_cluster)
     cudaEvent_t e0, e1;
     CK(cudaEventCreate(&e0));
     CK(cudaEventCreate(&e1));
-    l.missing = is_cluster ? STEP_RANKS : 1, l.p.flags |= STEP_SHORT_WAIT;
+    l.missing = is_cluster ? STEP_RANKS : 1, l.p.patience_ns = 20000000;
     CK(cudaEventRecord(e0, s.stream));
     l.launch();
     CK(cudaEventRecord(e1, s.stream));
@@ -476,7 +481,7 @@ static void check_missing(session &s, bool is_cluster)
     float ms;
     CK(cudaEventElapsedTime(&ms, e0, e1));
     const int token = download(s.args.sample.out, 1)[0];
-    l.missing = 0, l.p.flags &= ~STEP_SHORT_WAIT;
+    l.missing = 0, l.p.patience_ns = 1000000000;
     l.launch();
     l.is_done("the step after");
     auto again = download((const uint16_t *)s.dump, s.dump_size());
@@ -511,10 +516,9 @@ static void time_one(session &s, launcher &l, const char *model, int context)
     std::sort(times.begin(), times.end());
     const double us = times[times.size() / 2];
     printf(
-        "RESULT %s %s rows %d context %4d fp8 %d stages %2d flags %d prefetch %2d flying %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, "
+        "RESULT %s %s rows %d context %4d fp8 %d stages %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, "
         "%.0f GB/s\n",
-        model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, l.p.flags, l.p.prefetch,
-        l.p.in_flight, us, times[0], times.back(), 1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
+        model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, us, times[0], times.back(), 1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
     fflush(stdout);
     CK(cudaGraphExecDestroy(exec));
     CK(cudaGraphDestroy(graph));
@@ -580,8 +584,8 @@ int main(int argc, char **argv)
 {
     if (argc < 3)
         return printf(
-                   "bench check|time|missing MODEL [mode=E|F] [rows=1] [lens=400] [fp8=0] [page=16] [runs=24] [stages=99] [flying=3]\n"
-                   "      [prefetch=-1] [flags=0] [steps=40] [cooperative=0] [alone=0: a CTA on an SM]; check: against the twin and for equal bits\n"),
+                   "bench check|time|missing MODEL [mode=E|F] [rows=1] [lens=400] [fp8=0] [page=16] [runs=24] [stages=99] [steps=40]\n"
+                   "      check: against the twin and for equal bits\n"),
                1;
     for (int i = 3; i < argc; i++) {
         std::string a = argv[i];
@@ -605,15 +609,12 @@ int main(int argc, char **argv)
             }
             s.batch(rows, context);
             bool is_first = true;
-            for (int stages : list_of("stages", "99"))
-                for (int flags : list_of("flags", "0"))
-                    for (int prefetch : list_of("prefetch", "-1"))
-                        for (int flying : list_of("flying", "3")) {
-                            launcher l(s, is_cluster, stages, flying, prefetch, flags);
-                            if (is_first && !l.fits()) return 1;
-                            is_first = false;
-                            time_one(s, l, argv[2], context);
-                        }
+            for (int stages : list_of("stages", "99")) {
+                launcher l(s, is_cluster, stages);
+                if (is_first && !l.fits()) return 1;
+                is_first = false;
+                time_one(s, l, argv[2], context);
+            }
 #ifdef STEP_TRACE
             print_trace(s.m.layers, s.m.kv_heads * STEP_RANKS);
 #endif

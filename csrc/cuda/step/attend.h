@@ -85,8 +85,7 @@ struct step_attention {
         look();
         enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
         read_norm(cta.warp % (GROUP + 2));
-        if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES || cta.params.flags & STEP_NO_KEYS_AHEAD)
-            return;
+        if (cta.half + 2 == 2 * cta.args.num_layers || lane >= 2 * LINES) return;
         const pk_step_layer &next = *(&cta.its() + 1);
         const step_item &item = cta.item(row);
         const int count = min(item.past_count, (int)MOST);

@@ -91,23 +91,27 @@ __device__ __forceinline__ float2 step_pair(uint32_t bits)
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-/* Waits for a stage of the ring, which depends on no other CTA. Should it never come, for a map that is wrong, the step
- * counts as failed, and nothing is waited for long. */
-__device__ __forceinline__ void step_wait_ring(const step_cta &cta, uint32_t barrier, uint32_t parity)
+/* Waits for what this CTA, its copies or its cluster's CTAs bring. It comes whatever other teams do, because who gives up
+ * on those goes on to its end; so nobody leaves while something is sent to it. Should it not come all the same, for a map
+ * that is wrong, say, the step counts as failed after some seconds. `over`: the failure after which it may never come. */
+__device__ __forceinline__ void step_wait_near(const step_cta &cta, uint32_t barrier, uint32_t parity, uint32_t over = 2)
 {
-    uint32_t *head = cta.params.words.head;
+    enum : uint32_t { LIMIT_NS = 3500000000u }; /* step_now() tells four seconds apart */
+    uint32_t *head = cta.params.words.head, since = 0;
     for (int looks = 1; !step_is_over(barrier, parity); looks++) {
         if (looks & 255) continue;
-        if (looks == 1 << 22) head[2] = 64 << 16 | blockIdx.x, head[1] = 2;
-        if (*(volatile uint32_t *)&head[1] == 2) break;
+        const uint32_t now = step_now();
+        if (since == 0) since = now | 1;
+        if (now - since + 1 > LIMIT_NS) head[2] = 64 << 16 | blockIdx.x, head[1] = 2;
+        if (*(volatile uint32_t *)&head[1] >= over) break;
     }
 }
 
-/* A warp's patience. Once it has run out, or another CTA's has, nothing is waited for: the kernel goes on to its end with
- * whatever lies there, so that all barriers inside the CTA are met, and the step counts as failed. */
+/* A warp's patience with other teams. Once it has run out, or another CTA's has, their words are not waited for: the
+ * kernel goes on to its end with whatever lies there, so that all barriers are met, and the step counts as failed. */
 struct step_waiter {
     const pk_step_params &params;
-    bool has_given_up = params.flags & STEP_NEVER_WAIT;
+    bool has_given_up = false;
 
     __device__ step_waiter(const pk_step_params &params) : params(params) {}
     /* After each look in vain, by all lanes. */
@@ -116,18 +120,12 @@ struct step_waiter {
         if (has_given_up) return false;
         if ((++looks & 1023) != 0) return true;
         uint32_t *head = params.words.head;
-        const uint32_t now = step_now(), limit_ns = params.flags & STEP_SHORT_WAIT ? 20000000 : 1000000000;
+        const uint32_t now = step_now();
         if (since == 0) return since = now | 1;
-        const bool is_over = __any_sync(~0u, now - since > limit_ns);
+        const bool is_over = __any_sync(~0u, now - since + 1 > params.patience_ns);
         if (is_over && threadIdx.x % 32 == 0 && atomicExch(&head[1], 1u) == 0) head[2] = what << 16 | blockIdx.x;
         has_given_up = __any_sync(~0u, is_over || *(volatile uint32_t *)&head[1] != 0);
         return !has_given_up;
-    }
-    __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity, int what)
-    {
-        uint32_t looks = 0, since = 0;
-        while (!__all_sync(~0u, step_is_over(barrier, parity)) && goes_on(looks, since, what)) {
-        }
     }
     /* By a whole warp: each lane has COUNT pairs of neighbouring words. Every place is one where words will be, because loads
      * on conditions would wait for each other. */

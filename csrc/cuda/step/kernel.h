@@ -23,7 +23,7 @@ __device__ __forceinline__ void step_begin(const step_cta &cta)
     sm90::barrier_init_fence();
     const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;
     for (int i = thread; i < table_words; i += step_threads(IS_CLUSTER))
-        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)params.args.layers)[i];
+        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)params.layers)[i];
     __syncthreads();
     if (IS_CLUSTER) sm90::cluster_arrive(); /* whoever sends waits for the others' barriers */
 }
@@ -45,7 +45,7 @@ template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
 __device__ __forceinline__ void step_consume(step_cta &cta)
 {
     /* Two CTAs of clusters share the registers of an SM: 96 each. Nothing may be spilled. */
-    constexpr int HOLD = !IS_CLUSTER ? 6 : ROWS == 1 && GROUP <= 2 ? STEP_HOLD : 3;
+    constexpr int HOLD = !IS_CLUSTER ? 6 : ROWS == 1 && GROUP <= 2 ? 4 : 3;
     constexpr int QKV_BLOCKS = ((GROUP + 2) * STEP_OCTETS + 1) / 2;
     step_letters<IS_CLUSTER> letters(cta);
     step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier(cta, letters);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *
         step_consume<IS_CLUSTER, ROWS, GROUP, CACHE>(cta); /* sends after all have sent to it */
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_COPIER) {
-        step_copier<IS_CLUSTER>(cta).run();
+        step_copier(cta).run();
         __syncwarp();
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_SENDER) {

@@ -46,13 +46,14 @@ struct step_post {
 template <bool IS_CLUSTER>
 struct step_letters {
     const step_cta &cta;
-    step_waiter waiter;
     uint32_t parities = 0;
 
-    __device__ step_letters(const step_cta &cta) : cta(cta), waiter(cta.params) {}
+    __device__ step_letters(const step_cta &cta) : cta(cta) {}
     __device__ __forceinline__ void wait(int kind)
     {
-        waiter.wait(cta.mail_barrier(kind), parities >> kind & 1, kind);
+        /* Fetchers that have given up run ahead. */
+        step_wait_near(cta, cta.mail_barrier(kind), parities >> kind & 1, IS_CLUSTER ? 2 : 1);
+        __syncwarp();
         parities ^= 1u << kind;
     }
     /* Afterwards, by one warp of those that have waited: what comes next may come. */

@@ -103,12 +103,6 @@ __device__ __forceinline__ void step_copy_box(uint32_t to, const CUtensorMap *ma
         "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(column), "l"(policy)
         : "memory");
 }
-__device__ __forceinline__ void step_prefetch_box(const CUtensorMap *map, uint32_t row, uint32_t column)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
-                 "r"(column)
-                 : "memory");
-}
 
 #endif  // PK_SM90A
 #endif

@@ -71,8 +71,7 @@ struct step_cursor {
     }
 };
 
-/* A warp, of which one thread copies. At most in_flight copies are under way: other CTAs' words would wait behind them. */
-template <bool IS_CLUSTER>
+/* A warp, of which one thread copies. Few copies are under way: other CTAs' words would wait behind them. */
 struct step_copier {
     const step_cta &cta;
     const int num_stages = cta.params.num_stages;
@@ -103,12 +102,12 @@ struct step_copier {
     }
     __device__ __forceinline__ void make_room()
     {
-        step_wait_ring(cta, empty + slot * 8, turn ^ 1);
-        if (flying < cta.params.in_flight) {
+        step_wait_near(cta, empty + slot * 8, turn ^ 1);
+        if (flying < STEP_IN_FLIGHT) {
             flying++;
             return;
         }
-        step_wait_ring(cta, full + oldest * 8, oldest_turn);
+        step_wait_near(cta, full + oldest * 8, oldest_turn);
         if (++oldest == num_stages) oldest = 0, oldest_turn ^= 1;
     }
     __device__ __forceinline__ void copy(const step_chunk &its)
@@ -129,18 +128,9 @@ struct step_copier {
     {
         list_chunks();
         if (cta.lane > 0) return;
-        step_cursor now(cta), ahead(cta); /* of a cluster nothing is asked for ahead, and the second one falls away */
+        step_cursor now(cta);
 #pragma unroll 1
-        for (int i = 0; !IS_CLUSTER && i < cta.params.prefetch; i++) ahead.next();
-#pragma unroll 1
-        for (; !now.is_end(); now.next()) {
-            copy(now.chunk());
-            if (IS_CLUSTER || cta.params.prefetch == 0 || ahead.is_end()) continue;
-            const step_chunk its = ahead.chunk();
-            step_prefetch_box(map(its.phase), its.rows[0], its.column);
-            if (its.rows[1] != step_chunk::NO_ROW) step_prefetch_box(map(its.phase), its.rows[1], its.column);
-            ahead.next();
-        }
+        for (; !now.is_end(); now.next()) copy(now.chunk());
     }
 };
 
@@ -166,7 +156,7 @@ struct step_ring {
     {
         const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
-        step_wait_ring(cta, barrier, next >> 8);
+        step_wait_near(cta, barrier, next >> 8);
 #pragma unroll
         for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
         sm90::fence_async_proxy();

@@ -12,11 +12,12 @@ template <bool IS_CLUSTER, int ROWS, int GROUP>
 struct step_sender {
     step_cta &cta;
     step_letters<IS_CLUSTER> letters;
+    step_waiter waiter;
     const step_post<IS_CLUSTER> post;
     step_turns turns;
     float rms = 0; /* lane r: of row r */
 
-    __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), post{cta} {}
+    __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), waiter(cta.params), post{cta} {}
 
     __device__ int size() const { return cta.args.hidden / STEP_RANKS; } /* of a rank's share of x */
     __device__ uint32_t *residual(int row) const
@@ -71,7 +72,8 @@ struct step_sender {
     {
 #pragma unroll 1
         for (int row = 0; row < ROWS; row++) {
-            const int token = cta.args.tokens[row];
+            int token = cta.args.tokens[row];
+            if (token < 0) token = -1 - token < ROWS ? max(cta.args.sample.out[-1 - token], 0) : -1;
             const bool is_valid = token >= 0 && token < cta.args.vocab;
             const uint32_t *from =
                 (const uint32_t *)(cta.args.embedding + (int64_t)(is_valid ? token : 0) * cta.args.hidden) +
@@ -118,7 +120,7 @@ struct step_sender {
                 const float2 old = step_pair(residual(row)[pair]);
                 uint2 data[STEP_TEAMS];
                 const uint32_t *from = place(half, row, 0) + pair * 2;
-                letters.waiter.fetch_sums(data, epoch, 16 + half,
+                waiter.fetch_sums(data, epoch, 16 + half,
                                           [&](int i) { return from + min(i, num_teams - 1) * size(); });
                 if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
@@ -294,7 +296,7 @@ struct step_sender {
             for (int first = 0; first < cta.num_ctas(); first += 32) {
                 uint2 data[1];
                 const int other = row * cta.num_ctas() + min(first + cta.lane, cta.num_ctas() - 1);
-                letters.waiter.fetch(data, cta.epoch(), 18, [&](int) { return cta.params.words.best + other * 2; });
+                waiter.fetch(data, cta.epoch(), 18, [&](int) { return cta.params.words.best + other * 2; });
                 most = max(most, (pk_candidate)data[0].y << 32 | data[0].x);
             }
             for (int d = 16; d > 0; d /= 2) most = max(most, __shfl_xor_sync(~0u, most, d));

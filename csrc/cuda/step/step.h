@@ -23,11 +23,9 @@
 #ifndef STEP_RANKS
 #define STEP_RANKS 16 /* CTAs of a team; a test has fewer */
 #endif
-#ifndef STEP_HOLD
-#define STEP_HOLD 4 /* wide chunks that a consumer of a cluster keeps in registers, with one row */
-#endif
 enum {
-    STEP_ROWS = 4, /* at most */
+    STEP_ROWS = 2, /* at most */
+    STEP_LAYERS = 64,
     STEP_TEAMS = 8,
     STEP_HEAD_DIM = 128,
     STEP_DIMS = STEP_HEAD_DIM / STEP_RANKS, /* of a head: a rank's */
@@ -38,6 +36,7 @@ enum {
     STEP_FETCHER,                   /* the others' first warps: one each, */
     STEP_FETCHERS = 2,              /* and two of these, where teams are not clusters */
     STEP_STAGE = 16 << 10,          /* bytes of the ring: a chunk, */
+    STEP_IN_FLIGHT = 3,             /* chunks under way at most; more were slower in all models */
     STEP_WIDE = 512,                /* of 16 rows and so many inputs, which the warps share, or */
     STEP_NARROW = 128,              /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
     STEP_COLUMNS = 64,              /* inputs of a warp in a chunk, */
@@ -54,14 +53,13 @@ constexpr int step_threads(bool is_cluster) { return (STEP_FETCHER + (is_cluster
 enum pk_step_phase { STEP_QKV, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_HEAD };
 enum pk_step_mail { MAIL_X, MAIL_SQUARES, MAIL_QKV, MAIL_PARTS, MAIL_ATTENTION, MAIL_GATED, STEP_MAILS };
 
-struct pk_step_layer {                    /* device memory */
+struct pk_step_layer {
     const __nv_bfloat16 *q_norm, *k_norm; /* [head_dim], both or neither */
     void *k_cache, *v_cache;              /* bf16 or e4m3 */
     uint32_t row[4], column[4];           /* where the weight of a phase begins in its map: pk_step_place */
 };
 
 struct pk_step_args {
-    const pk_step_layer *layers; /* [num_layers], device memory; norms of x are folded into qkv and gate_up */
     const __nv_bfloat16 *embedding, *norm;
     const float *cos_sin; /* [max_positions, head_dim] */
     int num_layers, hidden, ffn, q_heads, kv_heads, vocab, max_positions;
@@ -71,7 +69,8 @@ struct pk_step_args {
     pk_cache_strides k_strides, v_strides;
     pk_scale_arg k_scale, v_scale; /* of e4m3 */
     int num_rows;
-    const int32_t *tokens, *positions, *slots, *context_lens, *block_tables;
+    const int32_t *tokens; /* -1 - r: what is in row r of sample.out */
+    const int32_t *positions, *slots, *context_lens, *block_tables;
     int64_t table_stride;
     pk_sample_args sample; /* temperatures, seeds, positions, out, num_rows, vocab_size */
     __nv_bfloat16 *dump;   /* NULL, or [num_layers, 2, num_rows, hidden]: x after each half of a layer */
@@ -82,7 +81,7 @@ struct pk_step_words {
     uint32_t *sums;  /* [2][rows][ranks][teams][hidden / ranks], tagged */
     uint64_t *best;  /* [rows][ctas][2] */
     uint64_t *mails; /* [teams][mail_words] */
-    uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up (2: its ring), [2] who, [3] steps so far */
+    uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps */
 };
 
 // --- how the work is divided
@@ -178,10 +177,9 @@ struct pk_step_params {
     step_smem at;
     step_phase phases[5];
     int num_chunks, num_stages; /* of a layer, of the ring */
-    int in_flight, prefetch;    /* chunks: under way at most; the L2 is asked so many ahead */
-    int flags;
+    uint32_t patience_ns;       /* for words of other CTAs in global memory */
+    pk_step_layer layers[STEP_LAYERS]; /* norms of x are folded into qkv and gate_up */
 };
-enum { STEP_SHORT_WAIT = 2, STEP_NEVER_WAIT = 4, STEP_NO_KEYS_AHEAD = 8 }; /* for measurements */
 
 /* A sum between teams says in its last bits when it was written. They are masked before it is added to anything. */
 enum { STEP_TAG = 15 };

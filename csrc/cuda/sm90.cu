@@ -2,8 +2,7 @@
 #include "cuda/sm90.h"
 
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
-                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err,
-                             bool promotes)
+                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err, bool promotes)
 {
     static void *encode; /* the driver's, found at run time: the extension does not link to libcuda */
     cudaDriverEntryPointQueryResult found;

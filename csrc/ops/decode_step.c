@@ -8,8 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
-static pk_status expect_one(pk_env *env, char (*name)[32], const char *list, const pk_views *of, int i, const char *dims,
-                            unsigned flags, const pk_view **its)
+static pk_status expect_one(pk_env *env, char (*name)[32], const char *list, const pk_views *of, int i,
+                            const char *dims, unsigned flags, const pk_view **its)
 {
     snprintf(*name, sizeof *name, "%s[%d]", list, i);
     *its = &of->views[i];
@@ -52,12 +52,13 @@ static pk_status read_layer(pk_env *env, const pk_decode_step_call *call, int i,
         args->k_strides = k_strides, args->v_strides = v_strides, args->cache_dtype = dtype;
     }
     if (dtype != args->cache_dtype || call->v_caches.views[i].dtype != dtype)
-        return pk_fail(env->err, PK_EDTYPE, "k_caches[%d], v_caches[%d]: dtypes are %s and %s but k_caches[0] has %s", i, i,
-                       pk_dtype_name(dtype), pk_dtype_name(call->v_caches.views[i].dtype),
+        return pk_fail(env->err, PK_EDTYPE, "k_caches[%d], v_caches[%d]: dtypes are %s and %s but k_caches[0] has %s",
+                       i, i, pk_dtype_name(dtype), pk_dtype_name(call->v_caches.views[i].dtype),
                        pk_dtype_name(args->cache_dtype));
-    if (memcmp(&k_strides, &args->k_strides, sizeof k_strides) || memcmp(&v_strides, &args->v_strides, sizeof v_strides))
-        return pk_fail(env->err, PK_ELAYOUT, "k_caches[%d], v_caches[%d]: strides differ from those of the first layer", i,
-                       i);
+    if (memcmp(&k_strides, &args->k_strides, sizeof k_strides) ||
+        memcmp(&v_strides, &args->v_strides, sizeof v_strides))
+        return pk_fail(env->err, PK_ELAYOUT, "k_caches[%d], v_caches[%d]: strides differ from those of the first layer",
+                       i, i);
     return PK_OK;
 }
 
@@ -68,9 +69,13 @@ static pk_status read_layers(pk_env *env, const pk_decode_step_call *call, pk_de
     const struct {
         const char *name;
         const pk_views *views;
-    } lists[] = {{"o_weights", &call->o_weights}, {"gate_up_weights", &call->gate_up_weights},
-                 {"down_weights", &call->down_weights}, {"k_caches", &call->k_caches},
-                 {"v_caches", &call->v_caches}, {"q_norms", &call->q_norms}, {"k_norms", &call->k_norms}};
+    } lists[] = {{"o_weights", &call->o_weights},
+                 {"gate_up_weights", &call->gate_up_weights},
+                 {"down_weights", &call->down_weights},
+                 {"k_caches", &call->k_caches},
+                 {"v_caches", &call->v_caches},
+                 {"q_norms", &call->q_norms},
+                 {"k_norms", &call->k_norms}};
     if (count < 1 || count > PK_DECODE_LAYERS)
         return pk_fail(env->err, PK_EVALUE, "qkv_weights: there are %d but must be 1 to %d", count, PK_DECODE_LAYERS);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
@@ -83,18 +88,21 @@ static pk_status read_layers(pk_env *env, const pk_decode_step_call *call, pk_de
     for (int i = 0; i < count; i++) PK_TRY(read_layer(env, call, i, args, &layers[i]));
     const int64_t dim = pk_dim(env, 'D'), heads = pk_dim(env, 'H'), width = pk_dim(env, 'A'), rows = pk_dim(env, 'Q');
     if (dim < 1 || heads < 1 || width % dim || rows != width + 2 * heads * dim)
-        return pk_fail(env->err, PK_ESHAPE,
-                       "qkv_weights: dim 0 is %lld but must be %lld, the heads of o_weights, and 2 * %lld of %lld, those of "
-                       "the caches",
-                       (long long)rows, (long long)width, (long long)heads, (long long)dim);
+        return pk_fail(
+            env->err, PK_ESHAPE,
+            "qkv_weights: dim 0 is %lld but must be %lld, the heads of o_weights, and 2 * %lld of %lld, those of "
+            "the caches",
+            (long long)rows, (long long)width, (long long)heads, (long long)dim);
     if (pk_dim(env, 'F') != 2 * pk_dim(env, 'G'))
-        return pk_fail(env->err, PK_ESHAPE, "gate_up_weights: dim 0 is %lld but must be twice down_weights' dim 1, %lld",
+        return pk_fail(env->err, PK_ESHAPE,
+                       "gate_up_weights: dim 0 is %lld but must be twice down_weights' dim 1, %lld",
                        (long long)pk_dim(env, 'F'), (long long)pk_dim(env, 'G'));
     if (pk_dim(env, 'N') < 1 || pk_dim(env, 'B') < 1)
-        return pk_fail(env->err, PK_ESHAPE, "k_caches[0]: there are %lld pages of %lld slots", (long long)pk_dim(env, 'N'),
-                       (long long)pk_dim(env, 'B'));
+        return pk_fail(env->err, PK_ESHAPE, "k_caches[0]: there are %lld pages of %lld slots",
+                       (long long)pk_dim(env, 'N'), (long long)pk_dim(env, 'B'));
     args->layers = layers, args->num_layers = count, args->ffn = pk_dim(env, 'G'), args->q_heads = width / dim;
-    args->kv_heads = heads, args->head_dim = dim, args->num_blocks = pk_dim(env, 'N'), args->block_size = pk_dim(env, 'B');
+    args->kv_heads = heads, args->head_dim = dim, args->num_blocks = pk_dim(env, 'N'),
+    args->block_size = pk_dim(env, 'B');
     PK_TRY(pk_expect_scale(env, "k_scale", call->k_scale, args->cache_dtype, 'H', false, &args->k_scale));
     return pk_expect_scale(env, "v_scale", call->v_scale, args->cache_dtype, 'H', false, &args->v_scale);
 }
@@ -103,7 +111,8 @@ static pk_status step(const pk_decode_step_call *call, int64_t *needed_words, pk
 {
     pk_env env;
     pk_decode_layer layers[PK_DECODE_LAYERS];
-    pk_decode_step_args args = {.needed_words = needed_words, .in_clusters = call->in_clusters, .eps = (float)call->eps};
+    pk_decode_step_args args = {
+        .needed_words = needed_words, .in_clusters = call->in_clusters, .eps = (float)call->eps};
     pk_env_init(&env, err);
     PK_EXPECT(&env, "token_ids", call->token_ids, "T", PK_ACCEPT_I32);
     PK_EXPECT(&env, "sampled", call->sampled, "T", PK_ACCEPT_I32 | PK_WRITABLE);

@@ -11,14 +11,15 @@ extern "C" {
 enum { PK_DECODE_LAYERS = 64 /* at most */ };
 
 typedef struct pk_decode_layer {
-    const void *qkv, *o, *gate_up, *down; /* [out_features, in_features], dense; norms are folded into the first and third */
-    const void *q_norm, *k_norm;          /* [head_dim], both or neither */
-    void *k_cache, *v_cache;              /* [num_blocks, block_size, kv_heads, head_dim] */
+    const void *qkv, *o, *gate_up,
+        *down;                   /* [out_features, in_features], dense; norms are folded into the first and third */
+    const void *q_norm, *k_norm; /* [head_dim], both or neither */
+    void *k_cache, *v_cache;     /* [num_blocks, block_size, kv_heads, head_dim] */
 } pk_decode_layer;
 
 /* From tokens to tokens; everything but the caches is bfloat16. */
 typedef struct pk_decode_step_args {
-    const pk_decode_layer *layers; /* [num_layers], of the caller's */
+    const pk_decode_layer *layers;       /* [num_layers], of the caller's */
     const void *embedding, *norm, *head; /* [vocab, hidden], [hidden], [vocab, hidden] */
     const float *cos_sin;                /* [max_positions, head_dim] */
     int64_t num_layers, hidden, ffn, q_heads, kv_heads, head_dim, vocab, max_positions, block_size, num_blocks;

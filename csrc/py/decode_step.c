@@ -4,11 +4,11 @@
 #include "py/docs.h"
 #include "ops/decode_step.h"
 
-#define P_MODEL                                                                                                       \
+#define P_MODEL                                                                                                        \
     P(TENSOR, token_ids), P(WRITTEN, sampled), P(TENSOR, positions), P(TENSOR, slot_mapping), P(TENSOR, block_tables), \
-        P(TENSOR, context_lens), P(TENSOR, temperatures), P(TENSOR, seeds), P(TENSOR, next_positions),                \
-        P(TENSOR, embedding), P(TENSOR, norm), P(TENSOR, head), P(TENSOR, cos_sin), P(LIST, qkv_weights),             \
-        P(LIST, o_weights), P(LIST, gate_up_weights), P(LIST, down_weights), P(LIST, q_norms), P(LIST, k_norms),      \
+        P(TENSOR, context_lens), P(TENSOR, temperatures), P(TENSOR, seeds), P(TENSOR, next_positions),                 \
+        P(TENSOR, embedding), P(TENSOR, norm), P(TENSOR, head), P(TENSOR, cos_sin), P(LIST, qkv_weights),              \
+        P(LIST, o_weights), P(LIST, gate_up_weights), P(LIST, down_weights), P(LIST, q_norms), P(LIST, k_norms),       \
         P(WRITTEN_LIST, k_caches), P(WRITTEN_LIST, v_caches)
 #define P_OPTIONS P(BOOL, in_clusters), P(DOUBLE, eps), P(SCALE, k_scale), P(SCALE, v_scale)
 

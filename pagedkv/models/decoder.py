@@ -190,8 +190,8 @@ class Decoder:
             raise ValueError("the model must be of one GPU, in bfloat16 and not batch-invariant")
         arguments: dict[str, Any] = {"embedding": self.embedding, "norm": self.norm, "eps": self.eps}
         arguments["head"] = self.head.linear.plain_weight("head")
-        names = "qkv_weights", "o_weights", "q_norms", "k_norms", "gate_up_weights", "down_weights", "k_caches", "v_caches"
-        lists: dict[str, list[Tensor]] = {name: [] for name in names}
+        of_attention = "qkv_weights", "o_weights", "q_norms", "k_norms", "k_caches", "v_caches"
+        lists: dict[str, list[Tensor]] = {name: [] for name in (*of_attention, "gate_up_weights", "down_weights")}
         for i, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, caches, strict=True)):
             of_layer = layer.attention.step_arguments(i) | layer.mlp.step_arguments(i)
             of_layer |= {"k_caches": k_cache, "v_caches": v_cache}

@@ -518,7 +518,8 @@ static void time_one(session &s, launcher &l, const char *model, int context)
     printf(
         "RESULT %s %s rows %d context %4d fp8 %d stages %2d | %7.1f us (%.1f-%.1f), %.0f tok/s, "
         "%.0f GB/s\n",
-        model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, us, times[0], times.back(), 1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
+        model, l.is_cluster ? "E" : "F", s.args.num_rows, context, s.is_fp8, l.p.num_stages, us, times[0], times.back(),
+        1e6 / us * s.args.num_rows, s.bytes(context) / us / 1e3);
     fflush(stdout);
     CK(cudaGraphExecDestroy(exec));
     CK(cudaGraphDestroy(graph));

@@ -94,7 +94,8 @@ __device__ __forceinline__ float2 step_pair(uint32_t bits)
 /* Waits for what this CTA, its copies or its cluster's CTAs bring. It comes whatever other teams do, because who gives up
  * on those goes on to its end; so nobody leaves while something is sent to it. Should it not come all the same, for a map
  * that is wrong, say, the step counts as failed after some seconds. `over`: the failure after which it may never come. */
-__device__ __forceinline__ void step_wait_near(const step_cta &cta, uint32_t barrier, uint32_t parity, uint32_t over = 2)
+__device__ __forceinline__ void step_wait_near(const step_cta &cta, uint32_t barrier, uint32_t parity,
+                                               uint32_t over = 2)
 {
     enum : uint32_t { LIMIT_NS = 3500000000u }; /* step_now() tells four seconds apart */
     uint32_t *head = cta.params.words.head, since = 0;

@@ -14,16 +14,16 @@ constexpr pk_smem_of_cards smem_of(bool in_clusters)
 {
     return pk_cuda_smem_of_hopper([=](const pk_cuda_card &card) { return pk_step_smem_limit(in_clusters, card); });
 }
-#define INSTANCE(variant, in_clusters, rows, group, type, dtype)                                                       \
-    {                                                                                                                  \
-        {"decode_step_kernel", variant, PK_BF16, dtype, STEP_HEAD_DIM, rows, step_threads(in_clusters),                \
-         smem_of(in_clusters)},                                                                                        \
-            decode_step_kernel<in_clusters, rows, group, type>                                                         \
+#define INSTANCE(variant, in_clusters, rows, group, type, dtype)                                        \
+    {                                                                                                   \
+        {"decode_step_kernel", variant, PK_BF16, dtype, STEP_HEAD_DIM, rows, step_threads(in_clusters), \
+         smem_of(in_clusters)},                                                                         \
+            decode_step_kernel<in_clusters, rows, group, type>                                          \
     }
-#define INSTANCES(variant, in_clusters, group)                                \
-    INSTANCE(variant, in_clusters, 1, group, __nv_bfloat16, PK_BF16),         \
-        INSTANCE(variant, in_clusters, 2, group, __nv_bfloat16, PK_BF16),     \
-        INSTANCE(variant, in_clusters, 1, group, __nv_fp8_e4m3, PK_F8E4M3),   \
+#define INSTANCES(variant, in_clusters, group)                              \
+    INSTANCE(variant, in_clusters, 1, group, __nv_bfloat16, PK_BF16),       \
+        INSTANCE(variant, in_clusters, 2, group, __nv_bfloat16, PK_BF16),   \
+        INSTANCE(variant, in_clusters, 1, group, __nv_fp8_e4m3, PK_F8E4M3), \
         INSTANCE(variant, in_clusters, 2, group, __nv_fp8_e4m3, PK_F8E4M3)
 static const pk_cuda_instance<step_kernel> INSTANCES_OF_STEP[] = {
     INSTANCES("clusters, 2 heads", true, 2),
@@ -77,7 +77,8 @@ static pk_status read_sizes(const pk_decode_step_args &from, pk_step_args *to, p
     to->max_positions = (int)(room < from.max_positions ? room : from.max_positions);
     to->block_size = (int)from.block_size, to->num_blocks = (int)from.num_blocks, to->num_rows = (int)from.num_rows;
     to->eps = from.eps, to->softmax_scale = 0.08838834764831845f; /* 1 / sqrt(head_dim) */
-    to->k_strides = from.k_strides, to->v_strides = from.v_strides, to->k_scale = from.k_scale, to->v_scale = from.v_scale;
+    to->k_strides = from.k_strides, to->v_strides = from.v_strides, to->k_scale = from.k_scale,
+    to->v_scale = from.v_scale;
     return PK_OK;
 }
 
@@ -104,7 +105,8 @@ static pk_status read_weights(const pk_decode_step_args &from, pk_step_params *p
     }
     range.add(from.head, from.vocab, hidden);
     if (!range.is_aligned || (uintptr_t)from.embedding % STEP_ALIGNMENT)
-        return pk_fail(err, PK_ELAYOUT, "decode_step: a weight does not begin at a multiple of %d bytes", STEP_ALIGNMENT);
+        return pk_fail(err, PK_ELAYOUT, "decode_step: a weight does not begin at a multiple of %d bytes",
+                       STEP_ALIGNMENT);
     const void *base = (const void *)range.first;
     for (int64_t i = 0; i < from.num_layers; i++) {
         const pk_decode_layer &layer = from.layers[i];
@@ -128,8 +130,8 @@ static pk_status read_weights(const pk_decode_step_args &from, pk_step_params *p
 // --- the launch
 
 /* Fails where the GPU has no room for all CTAs at once. */
-static pk_status expect_room(const pk_cuda_call &call, step_kernel *kernel, const cudaLaunchConfig_t &config, int num_teams,
-                             bool in_clusters)
+static pk_status expect_room(const pk_cuda_call &call, step_kernel *kernel, const cudaLaunchConfig_t &config,
+                             int num_teams, bool in_clusters)
 {
     const pk_cuda_pause pause; /* it loads the kernel */
     const pk_cuda_outside_capture relaxed;
@@ -171,8 +173,9 @@ pk_status pk_cuda_decode_step(const pk_decode_step_args *args, const pk_cuda_cal
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension, attributes[1].val.clusterDim = {STEP_RANKS, 1, 1};
-    const cudaLaunchConfig_t config = {dim3(num_teams * STEP_RANKS), dim3(step_threads(in_clusters)),
-                                       (size_t)params.at.bytes, call.stream, attributes, in_clusters ? 2u : 1u};
+    const cudaLaunchConfig_t config = {
+        dim3(num_teams * STEP_RANKS), dim3(step_threads(in_clusters)), (size_t)params.at.bytes, call.stream, attributes,
+        in_clusters ? 2u : 1u};
     PK_TRY(expect_room(call, kernel, config, num_teams, in_clusters));
     PK_TRY(read_weights(*args, &params, call.err));
     const int64_t needed = pk_step_num_words(params.args);

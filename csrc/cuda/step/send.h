@@ -120,8 +120,7 @@ struct step_sender {
                 const float2 old = step_pair(residual(row)[pair]);
                 uint2 data[STEP_TEAMS];
                 const uint32_t *from = place(half, row, 0) + pair * 2;
-                waiter.fetch_sums(data, epoch, 16 + half,
-                                          [&](int i) { return from + min(i, num_teams - 1) * size(); });
+                waiter.fetch_sums(data, epoch, 16 + half, [&](int i) { return from + min(i, num_teams - 1) * size(); });
                 if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
                 float2 sum = {0, 0};
 #pragma unroll

@@ -81,7 +81,8 @@ struct pk_step_words {
     uint32_t *sums;  /* [2][rows][ranks][teams][hidden / ranks], tagged */
     uint64_t *best;  /* [rows][ctas][2] */
     uint64_t *mails; /* [teams][mail_words] */
-    uint32_t *head;  /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps */
+    uint32_t
+        *head; /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps */
 };
 
 // --- how the work is divided
@@ -176,8 +177,8 @@ struct pk_step_params {
     pk_step_words words;
     step_smem at;
     step_phase phases[5];
-    int num_chunks, num_stages; /* of a layer, of the ring */
-    uint32_t patience_ns;       /* for words of other CTAs in global memory */
+    int num_chunks, num_stages;        /* of a layer, of the ring */
+    uint32_t patience_ns;              /* for words of other CTAs in global memory */
     pk_step_layer layers[STEP_LAYERS]; /* norms of x are folded into qkv and gate_up */
 };
 

@@ -237,8 +237,8 @@ class ModelRunner:
             return
         self.one_kernel = None
         raise StepTimeout(
-            "CTAs of a decode step of one kernel waited for each other for more than a second; small decodes are graphs "
-            "of several kernels from now on"
+            "CTAs of a decode step of one kernel waited for each other for more than a second; from now on small "
+            "decodes are graphs of many kernels"
         )
 
     def forget(self) -> None:

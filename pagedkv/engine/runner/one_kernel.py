@@ -4,8 +4,8 @@ Whether it is, and in which of its two forms, is measured when the graphs are ca
 A step with more keys than were faster takes the graph of its size, and so do all steps that need logits, have adapters
 or guesses, and models that the kernel does not take.
 
-CTAs of the kernel wait for each other, at most for a second. A step that fails so has no tokens, its requests are computed
-again from the tokens that the host knows, and the kernel is not used any more.
+CTAs of the kernel wait for each other, at most for a second. A step that fails so has no tokens: its requests are
+computed again from the tokens that the host knows, and the kernel is not used any more.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ extern "C" const char *step_on_cpu(const step_case *its, step_weights *weights, 
     args.q_heads = its->q_heads, args.kv_heads = its->kv_heads, args.vocab = its->vocab;
     args.max_positions = its->max_positions, args.eps = 1e-6f, args.softmax_scale = 0.08838834764831845f;
     args.block_size = its->block_size, args.num_blocks = its->num_blocks, args.num_rows = its->num_rows;
-    args.k_strides = args.v_strides = {(int64_t)its->block_size * its->kv_heads * 128, its->kv_heads * 128, 128};
+    args.strides = {(int64_t)its->block_size * its->kv_heads * 128, its->kv_heads * 128, 128};
     args.k_scale.value = 0.25f, args.v_scale.value = 0.5f;
     args.tokens = tokens, args.positions = positions, args.slots = slots, args.context_lens = context_lens;
     args.block_tables = block_tables, args.table_stride = its->table_stride, args.dump = (__nv_bfloat16 *)dump;

@@ -169,7 +169,10 @@ static CUresult map_of(decltype(&cuTensorMapEncodeTiled) encode, CUtensorMap *ma
                                (cuuint32_t)((is_narrow ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS)},
                      steps[3] = {1, 1, 1};
     return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)base, size, stride_bytes, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  option("promote", "0") == 256   ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                  : option("promote", "0") == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                  : CU_TENSOR_MAP_L2_PROMOTION_NONE,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -246,7 +249,7 @@ struct session {
         args.num_layers = m.layers, args.hidden = m.hidden, args.ffn = m.ffn, args.q_heads = m.q_heads;
         args.kv_heads = m.kv_heads, args.vocab = m.vocab, args.eps = 1e-6f, args.softmax_scale = 0.08838834764831845f;
         args.block_size = block_size, args.num_blocks = num_pages, args.max_positions = most + 32;
-        args.k_strides = args.v_strides = {(int64_t)block_size * m.kv_heads * 128, m.kv_heads * 128, 128};
+        args.strides = {(int64_t)block_size * m.kv_heads * 128, m.kv_heads * 128, 128};
         args.k_scale.value = args.v_scale.value = 1;
         args.embedding = embedding, args.norm = random_bf16(m.hidden, 0.1f, 1);
         std::vector<float> cs((size_t)args.max_positions * 128);

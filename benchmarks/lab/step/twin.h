@@ -87,7 +87,7 @@ __global__ void twin_attention(twin t, twin_layer layer, float *scores)
         return page * st.block + key % a.block_size * st.slot + kv * st.head;
     };
     for (int key = threadIdx.x / 32; key < n; key += 4) {
-        const int64_t from = at(key, a.k_strides);
+        const int64_t from = at(key, a.strides);
         float sum = 0;
         for (int d = threadIdx.x % 32; d < 128; d += 32)
             sum += q[d] * (key == n - 1 ? __bfloat162float(t.knew[((size_t)r * a.kv_heads + kv) * 128 + d])
@@ -100,7 +100,7 @@ __global__ void twin_attention(twin t, twin_layer layer, float *scores)
     for (int key = 0; key < n; key++) top = fmaxf(top, s[key]);
     for (int key = 0; key < n; key++) {
         const float v = key == n - 1 ? __bfloat162float(t.vnew[((size_t)r * a.kv_heads + kv) * 128 + threadIdx.x])
-                                     : twin_read(t, layer.its.v_cache, at(key, a.v_strides) + threadIdx.x);
+                                     : twin_read(t, layer.its.v_cache, at(key, a.strides) + threadIdx.x);
         const float p = __expf(s[key] - top);
         total += p, out += p * v;
     }

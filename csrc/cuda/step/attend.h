@@ -51,33 +51,17 @@ struct step_attention {
     {
         return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS;
     }
-    /* Where past keys are; behind the last one it is that once more, because loads on conditions wait for each other. */
-    struct places {
-        int page[AHEAD], slot[AHEAD];
-    };
-    __device__ __forceinline__ places find(const step_item &item, int first) const
+    /* A past key in a cache; behind the last one it is that once more, because loads on conditions wait for each other. */
+    __device__ __forceinline__ const CACHE *find(const void *cache, const step_item &item, int key) const
     {
-        const pk_step_args &args = cta.args;
-        places its;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            const uint32_t key = item.begin + min(first + j * PASS, item.past_count - 1), block = key / args.block_size;
-            its.page[j] = args.block_tables[row * args.table_stride + block];
-            its.slot[j] = key - block * args.block_size;
-        }
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) its.page[j] = (uint32_t)its.page[j] < args.num_blocks ? its.page[j] : 0;
-        return its;
+        const uint32_t at = cta.places(row)[min(key, item.past_count - 1)];
+        return (const CACHE *)cache + (int64_t)at * STEP_VECTOR + cta.team * cta.args.strides.head;
     }
-    __device__ __forceinline__ int64_t offset(const pk_cache_strides &strides, const places &at, int j) const
-    {
-        return at.page[j] * strides.block + at.slot[j] * strides.slot + cta.team * strides.head;
-    }
-    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache,
-                                              const pk_cache_strides &strides, const places &at) const
+    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache, const step_item &item,
+                                              int first) const
     {
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) load(to[j], (const CACHE *)cache + offset(strides, at, j));
+        for (int j = 0; j < AHEAD; j++) load(to[j], find(cache, item, first + j * PASS));
     }
     /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
     __device__ __forceinline__ void prepare()
@@ -90,15 +74,9 @@ struct step_attention {
         const step_item &item = cta.item(row);
         const int count = min(item.past_count, (int)MOST);
 #pragma unroll 1
-        for (int i = first; i < count; i += AHEAD * PASS) {
-            const places at = find(item, i);
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                const CACHE *from = lane < LINES ? (const CACHE *)next.k_cache + offset(cta.args.k_strides, at, j)
-                                                 : (const CACHE *)next.v_cache + offset(cta.args.v_strides, at, j);
-                pk_prefetch_to_l2(from + lane % LINES * (STEP_HEAD_DIM / LINES));
-            }
-        }
+        for (int i = first; i < count; i += PASS)
+            pk_prefetch_to_l2(find(lane < LINES ? next.k_cache : next.v_cache, item, i) +
+                              lane % LINES * (STEP_HEAD_DIM / LINES));
     }
     template <typename From, int COUNT>
     __device__ __forceinline__ void load(uint32_t (&to)[COUNT], const From *from) const
@@ -234,15 +212,15 @@ struct step_attention {
             const uint8_t *from = cta.smem + cta.at.mails[MAIL_QKV].smem;
             uint2 bits = ((const uint2 *)from)[i * 32 + cta.lane];
             if (head <= GROUP) bits = turn(row, bits);
-            if (head == GROUP) store((CACHE *)cta.its().k_cache, args.k_strides, args.k_scale, row, bits);
-            if (head > GROUP) store((CACHE *)cta.its().v_cache, args.v_strides, args.v_scale, row, bits);
+            if (head == GROUP) store((CACHE *)cta.its().k_cache, args.k_scale, row, bits);
+            if (head > GROUP) store((CACHE *)cta.its().v_cache, args.v_scale, row, bits);
             *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
         }
     }
     /* To the token's slot; of fp8 `bits` are then what was stored. */
-    __device__ __forceinline__ void store(CACHE *cache, const pk_cache_strides &strides, const pk_scale_arg &scale,
-                                          int row, uint2 &bits) const
+    __device__ __forceinline__ void store(CACHE *cache, const pk_scale_arg &scale, int row, uint2 &bits) const
     {
+        const pk_cache_strides &strides = cta.args.strides;
         const int slot = cta.args.slots[row], block_size = cta.args.block_size;
         const bool has_slot = slot >= 0 && slot / block_size < cta.args.num_blocks;
         if (has_slot)
@@ -287,7 +265,7 @@ struct step_attention {
             }
             score_keys(score, q, now);
             const bool has_next = next - own < item.past_count; /* the whole warp */
-            if (has_next) load_keys(k, cta.its().k_cache, cta.args.k_strides, find(item, next));
+            if (has_next) load_keys(k, cta.its().k_cache, item, next);
             int left = 0;
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
@@ -295,8 +273,8 @@ struct step_attention {
                 expand(now[j], v[j]);
                 if (i + j * PASS == new_at) load(now[j], heads(row) + (GROUP + 1) * STEP_HEAD_DIM);
             }
+            if (has_next) load_keys(v, cta.its().v_cache, item, next);
             add_keys(score, now, left, scale);
-            if (has_next) load_keys(v, cta.its().v_cache, cta.args.v_strides, find(item, next));
         }
         const int kept = merge_keys();
 #pragma unroll
@@ -315,8 +293,8 @@ struct step_attention {
 #pragma unroll
         for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
         if (item.past_count > 0) {
-            load_keys(k, cta.its().k_cache, cta.args.k_strides, find(item, first));
-            load_keys(v, cta.its().v_cache, cta.args.v_strides, find(item, first));
+            load_keys(k, cta.its().k_cache, item, first);
+            load_keys(v, cta.its().v_cache, item, first);
         }
         STEP_MARK(cta, 16);
         letters.wait(MAIL_QKV);

@@ -58,6 +58,8 @@ struct step_cta {
     __device__ const pk_step_layer &its() const { return layers()[half / 2]; }
     __device__ struct step_chunk *chunks() const { return (struct step_chunk *)(smem + at.chunks); }
     __device__ step_item &item(int row) const { return ((step_item *)(smem + at.items))[row]; }
+    /* Of a row's past keys in every cache, in units of STEP_VECTOR elements from the head's first. */
+    __device__ uint32_t *places(int row) const { return (uint32_t *)(smem + at.places) + row * STEP_KEYS; }
     __device__ float *sums(int turn) const
     {
         return (float *)(smem + at.sums) + turn * step_smem::sums_words(args.num_rows);

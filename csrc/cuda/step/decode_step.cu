@@ -4,6 +4,8 @@
 #include "cuda/step/plan.h"
 #include "ops/decode_step.h"
 
+#include <string.h>
+
 static_assert((int)STEP_LAYERS == PK_DECODE_LAYERS, "the operation says so");
 
 // --- instances
@@ -71,14 +73,17 @@ static pk_status read_sizes(const pk_decode_step_args &from, pk_step_args *to, p
     for (int64_t size : sizes)
         if (size > INT32_MAX / 2)
             return pk_fail(err, PK_EVALUE, "decode_step: a size is %lld but must be below 2**30", (long long)size);
+    const int64_t end = from.num_blocks * from.k_strides.block + from.block_size * from.k_strides.slot;
+    if (memcmp(&from.k_strides, &from.v_strides, sizeof from.k_strides) || end / STEP_VECTOR > UINT32_MAX)
+        return pk_fail(err, PK_ELAYOUT, "k_caches, v_caches: strides differ, or reach too far");
     const int64_t room = from.max_blocks * from.block_size; /* keys of a row of the block tables */
+    const int64_t most = room < from.max_positions ? room : from.max_positions;
     to->num_layers = (int)from.num_layers, to->hidden = (int)from.hidden, to->ffn = (int)from.ffn;
     to->q_heads = (int)from.q_heads, to->kv_heads = (int)from.kv_heads, to->vocab = (int)from.vocab;
-    to->max_positions = (int)(room < from.max_positions ? room : from.max_positions);
+    to->max_positions = (int)(most < STEP_KEYS * STEP_RANKS ? most : STEP_KEYS * STEP_RANKS);
     to->block_size = (int)from.block_size, to->num_blocks = (int)from.num_blocks, to->num_rows = (int)from.num_rows;
     to->eps = from.eps, to->softmax_scale = 0.08838834764831845f; /* 1 / sqrt(head_dim) */
-    to->k_strides = from.k_strides, to->v_strides = from.v_strides, to->k_scale = from.k_scale,
-    to->v_scale = from.v_scale;
+    to->strides = from.k_strides, to->k_scale = from.k_scale, to->v_scale = from.v_scale;
     return PK_OK;
 }
 

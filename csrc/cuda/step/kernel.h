@@ -32,11 +32,20 @@ __device__ __forceinline__ void step_begin(const step_cta &cta)
 template <int ROWS>
 __device__ __forceinline__ void step_read_rows(const step_cta &cta)
 {
+    const pk_step_args &args = cta.args;
     if (threadIdx.x < ROWS) cta.divide(threadIdx.x);
+    step_meet();
+    for (int row = 0; row < ROWS; row++)
+        for (int i = threadIdx.x; i < cta.item(row).past_count; i += STEP_CONSUMING) {
+            const uint32_t key = cta.item(row).begin + i, block = key / args.block_size;
+            const uint32_t page = args.block_tables[row * args.table_stride + block];
+            const int64_t at = (page < args.num_blocks ? page : 0) * args.strides.block +
+                               (key - block * args.block_size) * args.strides.slot;
+            cta.places(row)[i] = (uint32_t)(at / STEP_VECTOR);
+        }
     for (int i = threadIdx.x; i < ROWS * STEP_HEAD_DIM; i += STEP_CONSUMING) {
-        const int position = min(max(cta.args.positions[i / STEP_HEAD_DIM], 0), cta.args.max_positions - 1);
-        ((float *)(cta.smem + cta.at.angles))[i] =
-            cta.args.cos_sin[(int64_t)position * STEP_HEAD_DIM + i % STEP_HEAD_DIM];
+        const int position = min(max(args.positions[i / STEP_HEAD_DIM], 0), args.max_positions - 1);
+        ((float *)(cta.smem + cta.at.angles))[i] = args.cos_sin[(int64_t)position * STEP_HEAD_DIM + i % STEP_HEAD_DIM];
     }
     step_meet();
 }

@@ -19,7 +19,6 @@ static inline bool pk_step_refuses(const pk_step_args &args, int smem_bytes, cha
         return true;
     };
     const int teams = args.kv_heads, group = teams > 0 ? args.q_heads / teams : 0;
-    const int vector = 8; /* elements, so that 16 bytes of bf16 and 8 of e4m3 are aligned */
     if (args.num_rows < 1 || args.num_rows > STEP_ROWS) return refuse("token_ids: dim 0 is", args.num_rows, "1 or 2");
     if (args.num_layers < 1 || args.num_layers > STEP_LAYERS)
         return refuse("k_caches: there are", args.num_layers, "1 to 64");
@@ -32,9 +31,8 @@ static inline bool pk_step_refuses(const pk_step_args &args, int smem_bytes, cha
         return refuse("down_weights: dim 1 is", args.ffn, "a multiple of 128 times the KV heads");
     if (args.vocab % 8 || args.vocab < teams * STEP_RANKS * 16) /* each CTA has some */
         return refuse("embedding: dim 0 is", args.vocab, "a multiple of 8, and 256 times the KV heads at least");
-    for (const pk_cache_strides &strides : {args.k_strides, args.v_strides})
-        for (int64_t stride : {strides.block, strides.slot, strides.head})
-            if (stride % vector) return refuse("k_caches, v_caches: a stride is", stride, "a multiple of 8");
+    for (int64_t stride : {args.strides.block, args.strides.slot, args.strides.head})
+        if (stride % STEP_VECTOR) return refuse("k_caches: a stride is", stride, "a multiple of 8");
     if (const int bytes = step_smem(args, STEP_LEAST_STAGES).bytes; bytes > smem_bytes)
         return refuse("the shared memory of a CTA is", bytes, "less");
     return false;

@@ -239,6 +239,7 @@ struct step_sender {
     {
         if (cta.lane >= ROWS) return;
         asked(cta.lane) = pk_sample_row_of(&cta.args.sample, cta.lane);
+        asked(cta.lane).is_valid &= cta.args.context_lens[cta.lane] <= cta.args.max_positions;
         if (!asked(cta.lane).is_valid) asked(cta.lane).temperature = 0;
     }
     __device__ __forceinline__ void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 sum,

@@ -26,17 +26,22 @@
 enum {
     STEP_ROWS = 2, /* at most */
     STEP_LAYERS = 64,
+    STEP_KEYS = 768, /* of a row that a rank has, at most: with two rows the ring of a cluster still has 5 stages */
     STEP_TEAMS = 8,
     STEP_HEAD_DIM = 128,
     STEP_DIMS = STEP_HEAD_DIM / STEP_RANKS, /* of a head: a rank's */
+    STEP_VECTOR = 8, /* elements of a cache, so that 16 bytes of bf16 and 8 of e4m3 are aligned */
     STEP_OCTETS = STEP_DIMS / 8,
     STEP_CONSUMERS = 8, /* warps that multiply and attend */
     STEP_COPIER = STEP_CONSUMERS,
     STEP_SENDER,
-    STEP_FETCHER,                   /* the others' first warps: one each, */
-    STEP_FETCHERS = 2,              /* and two of these, where teams are not clusters */
-    STEP_STAGE = 16 << 10,          /* bytes of the ring: a chunk, */
-    STEP_IN_FLIGHT = 3,             /* chunks under way at most; more were slower in all models */
+    STEP_FETCHER,          /* the others' first warps: one each, */
+    STEP_FETCHERS = 2,     /* and two of these, where teams are not clusters */
+    STEP_STAGE = 16 << 10, /* bytes of the ring: a chunk, */
+#ifndef STEP_FLYING
+#define STEP_FLYING 3
+#endif
+    STEP_IN_FLIGHT = STEP_FLYING,   /* chunks under way at most; more were slower in all models */
     STEP_WIDE = 512,                /* of 16 rows and so many inputs, which the warps share, or */
     STEP_NARROW = 128,              /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
     STEP_COLUMNS = 64,              /* inputs of a warp in a chunk, */
@@ -66,7 +71,7 @@ struct pk_step_args {
     uint32_t head_row, head_column; /* of the head's weight in its map */
     float eps, softmax_scale;
     int block_size, num_blocks;
-    pk_cache_strides k_strides, v_strides;
+    pk_cache_strides strides;      /* of K and of V */
     pk_scale_arg k_scale, v_scale; /* of e4m3 */
     int num_rows;
     const int32_t *tokens; /* -1 - r: what is in row r of sample.out */
@@ -129,7 +134,7 @@ struct step_mail {
 /* Places in shared memory. */
 struct step_smem {
     step_mail mails[STEP_MAILS];
-    int ring, sums, table, chunks, items, angles, heads, residual, asked, barriers, bytes;
+    int ring, sums, table, chunks, items, places, angles, heads, residual, asked, barriers, bytes;
     int mail_words; /* of a team */
 
     step_smem() = default;
@@ -160,6 +165,7 @@ struct step_smem {
         table = take(args.num_layers * (int)sizeof(pk_step_layer));
         chunks = take(step_num_chunks(args) * 16);
         items = take(rows * 16);
+        places = take(rows * STEP_KEYS * 4);
         angles = take(rows * STEP_HEAD_DIM * 4);
         heads = take(rows * (group + 2) * STEP_HEAD_DIM * 2);
         residual = take(rows * args.hidden / STEP_RANKS * 2);

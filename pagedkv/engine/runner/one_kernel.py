@@ -26,6 +26,7 @@ from .step_memory import StepMemory
 
 NUM_ROWS = 1, 2
 FIRST_KEYS = 512  # the least that is measured: then twice as many, and so on
+MOST_KEYS = 12288  # that the kernel takes
 VARIABLE = "PAGEDKV_ONE_KERNEL"
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,10 @@ class OneKernel:
         batch = self._memory.idle_decodes(size)
         forms = {form: self._capture(batch, form) for form in self._words if form[0] == size}
         most, num_keys = 0, FIRST_KEYS
-        limit = min(self._memory.max_keys, num_blocks // size * self._caches.block_size)
+        limit = min(self._memory.max_keys, MOST_KEYS)
+        measurable = min(limit, num_blocks // size * self._caches.block_size)
         while forms:
-            num_keys = min(num_keys, limit)
+            num_keys = min(num_keys, measurable)
             self._make_zeros(num_blocks, -(-size * num_keys // self._caches.block_size))
             self._memory.long_decodes(size, num_keys, num_blocks)
             today = self._seconds(graph)
@@ -89,8 +91,8 @@ class OneKernel:
             if self.has_failed() or seconds[best] >= today:
                 break
             forms, most = {best: forms[best]}, num_keys
-            if num_keys == limit:
-                most = self._memory.max_keys
+            if num_keys == measurable:
+                most = limit
                 break
             num_keys *= 2
         kept = set(forms) if most else set()

@@ -173,6 +173,7 @@ CASES = {
     "two": Case(2, 4, lens=(33, 7), block_size=1),
     "fp8": Case(2, 8, lens=(33, 70), block_size=4, fp8=True, layers=1),
     "words": Case(1, 4, cluster=False),
+    "panels of words": Case(1, 4, hidden=1024, ffn=512, layers=1, lens=(64,), stages=3, cluster=False),
     "words of two": Case(2, 4, lens=(17, 0), layers=1, cluster=False),
 }
 

@@ -1,7 +1,7 @@
 /* attend.h - attention of a step's tokens: a team has a KV head, and each of its CTAs some keys of every row, for all of
  * the head's query heads. The warps of a CTA share the rows, and those of a row its keys.
  *
- * A key is shared by LANES lanes, which have DIMS of its 128 dimensions each. K and V go from the cache to registers, two
+ * A key is shared by LANES lanes, which have DIMS of its 128 dimensions each. K and V go from the cache to registers, some
  * keys ahead; those of the next layer are asked for in the L2. Each group of lanes has a softmax of its own; they are merged
  * in the warp, in the CTA, and at last in the team: each rank has STEP_DIMS dimensions of every head there (send.h).
  */
@@ -17,7 +17,8 @@ template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
 struct step_attention {
     static constexpr int LANES = GROUP <= 2 ? 16 : 32, DIMS = STEP_HEAD_DIM / LANES, PAIRS = DIMS / 2;
     static constexpr int WARPS = STEP_CONSUMERS / ROWS, KEYS = 32 / LANES, PASS = WARPS * KEYS; /* of a row, at once */
-    static constexpr int WORDS = PAIRS * (int)sizeof(CACHE) / 2, AHEAD = 2; /* of a key in the cache; keys of a lane */
+    static constexpr int WORDS = PAIRS * (int)sizeof(CACHE) / 2; /* of a key in the cache */
+    static constexpr int AHEAD = IS_CLUSTER ? 2 : 4;             /* keys of a lane; a cluster's have few registers */
     static constexpr bool IS_FP8 = sizeof(CACHE) == 1;
     static constexpr float LOWEST = -1e30f;
 

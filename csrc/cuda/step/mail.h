@@ -74,10 +74,14 @@ struct step_fetcher {
 
     __device__ __forceinline__ void fetch(int kind, uint32_t epoch)
     {
-        constexpr int COUNT = 4;
+        constexpr int COUNT = 8;
         const step_mail mail = cta.at.mails[kind];
         const int share = mail.count() / STEP_FETCHERS, end = (index + 1) * share;
         const uint64_t *from = step_post<false>{cta}.area(kind) + (kind == MAIL_PARTS ? cta.rank * mail.count() : 0);
+        if (share > COUNT * 64) { /* first some of them, because all are much to look at while weights come */
+            uint2 some[1];
+            waiter.fetch(some, epoch, 32 + kind, [&](int) { return from + index * share + cta.lane * share / 64 * 2; });
+        }
 #pragma unroll 1
         for (int first = index * share; first < end; first += COUNT * 64) {
             uint2 data[COUNT];

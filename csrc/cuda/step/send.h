@@ -16,6 +16,8 @@ struct step_sender {
     const step_post<IS_CLUSTER> post;
     step_turns turns;
     float rms = 0; /* lane r: of row r */
+    static constexpr int AT_ONCE =
+        IS_CLUSTER ? 1 : 4; /* panels whose sums come in one trip; a cluster's have few registers */
 
     __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), waiter(cta.params), post{cta} {}
 
@@ -95,6 +97,25 @@ struct step_sender {
         return cta.params.words.sums +
                ((((int64_t)half * ROWS + row) * STEP_RANKS + cta.rank) * cta.args.kv_heads + team) * size();
     }
+    /* To two neighbours of this rank's share, which go to all. */
+    __device__ __forceinline__ void add(int row, int pair, const uint2 *data, uint32_t epoch, bool is_last,
+                                        float &square) const
+    {
+        const float2 old = step_pair(residual(row)[pair]);
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int i = 0; i < STEP_TEAMS; i++)
+            if (i < cta.args.kv_heads) sum.x += __uint_as_float(data[i].x), sum.y += __uint_as_float(data[i].y);
+        const uint32_t bits = pk_pack_pair<__nv_bfloat16>(old.x + sum.x, old.y + sum.y);
+        send_x(row, pair, bits, epoch, is_last);
+        residual(row)[pair] = bits;
+        const float2 x = step_pair(bits);
+        square += x.x * x.x + x.y * x.y;
+        if (cta.args.dump && cta.team == 0)
+            ((uint32_t *)cta.args
+                 .dump)[((int64_t)cta.half * ROWS + row) * (cta.args.hidden / 2) + cta.rank * (size() / 2) + pair] =
+                bits;
+    }
     __device__ __forceinline__ void exchange()
     {
         const int num_panels = cta.params.phases[STEP_O].blocks, num_teams = cta.args.kv_heads, half = cta.half % 2;
@@ -115,25 +136,18 @@ struct step_sender {
         for (int row = 0; row < ROWS; row++) {
             float square = 0;
 #pragma unroll 1
-            for (int panel = 0; panel < num_panels; panel++) {
-                const int pair = panel * 32 + cta.lane;
-                const float2 old = step_pair(residual(row)[pair]);
-                uint2 data[STEP_TEAMS];
-                const uint32_t *from = place(half, row, 0) + pair * 2;
-                waiter.fetch_sums(data, epoch, 16 + half, [&](int i) { return from + min(i, num_teams - 1) * size(); });
-                if (row == 0 && panel == 0) STEP_MARK(cta, 29 + half * 5);
-                float2 sum = {0, 0};
+            for (int first = 0; first < num_panels; first += AT_ONCE) {
+                uint2 data[AT_ONCE * STEP_TEAMS];
+                const uint32_t *from = place(half, row, 0) + cta.lane * 2;
+                waiter.fetch_sums(data, epoch, 16 + half, [&](int i) {
+                    return from + min(first + i / STEP_TEAMS, num_panels - 1) * STEP_NARROW_ROWS +
+                           min(i % STEP_TEAMS, num_teams - 1) * size();
+                });
+                if (row == 0 && first == 0) STEP_MARK(cta, 29 + half * 5);
 #pragma unroll
-                for (int i = 0; i < STEP_TEAMS; i++)
-                    if (i < num_teams) sum.x += __uint_as_float(data[i].x), sum.y += __uint_as_float(data[i].y);
-                const uint32_t bits = pk_pack_pair<__nv_bfloat16>(old.x + sum.x, old.y + sum.y);
-                send_x(row, pair, bits, epoch, is_last);
-                residual(row)[pair] = bits;
-                const float2 x = step_pair(bits);
-                square += x.x * x.x + x.y * x.y;
-                if (cta.args.dump && cta.team == 0)
-                    ((uint32_t *)cta.args.dump)[((int64_t)cta.half * ROWS + row) * (cta.args.hidden / 2) +
-                                                cta.rank * (size() / 2) + pair] = bits;
+                for (int i = 0; i < AT_ONCE; i++)
+                    if (first + i < num_panels)
+                        add(row, (first + i) * 32 + cta.lane, &data[i * STEP_TEAMS], epoch, is_last, square);
             }
             send_squares(row, square, epoch);
         }

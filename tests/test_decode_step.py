@@ -88,6 +88,49 @@ def test_bad_lists():
         ops.decode_step(**good, eps=-1.0)
 
 
+# --- what a model says
+
+
+def model_on_cpu(folder, dtype="bfloat16", batch_invariant=False, **changes):
+    (folder / "config.json").write_text(json.dumps(tiny_config(**changes)))
+    spec = read_spec(folder)
+    caches = KVCaches(spec, dtype, 4, "cpu")
+    caches.allocate(3, 0)
+    return load_model(spec, DummyCheckpoint(dtype, "cpu", batch_invariant=batch_invariant), 64), caches.layers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_models_arguments(tmp_path, family):
+    model, layers = model_on_cpu(tmp_path, family=family)
+    given = model.step_arguments(layers)
+    assert [each.shape for each in given["down_weights"]] == [(64, 96)] * 2
+    assert [each.shape for each in given["gate_up_weights"]] == [(192, 64)] * 2
+    assert len(given["q_norms"]) == len(given["k_norms"]) == (2 if family == "qwen3" else 0)
+    assert [(k.data_ptr(), v.data_ptr()) for k, v in zip(given["k_caches"], given["v_caches"], strict=True)] == [
+        (k.data_ptr(), v.data_ptr()) for k, v in layers
+    ]
+    rows = arguments()
+    names = list(rows)[:9]
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):  # all fits together
+        ops.decode_step_words(**{name: rows[name] for name in names}, **given, in_clusters=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("in bfloat16", {"dtype": "float32"}),
+        ("not batch-invariant", {"batch_invariant": True}),
+        ("qkv_weights of layer 0 is quantised, has a bias", {"attention_bias": True}),
+        ("layer 0 has no plain MLP", {"family": "qwen3_moe"}),
+        ("layer 1 has a window", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ],
+)
+def test_models_that_are_no_kernel(tmp_path, message, options):
+    model, layers = model_on_cpu(tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        model.step_arguments(layers)
+
+
 # --- who chooses, without a GPU
 
 

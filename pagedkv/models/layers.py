@@ -141,10 +141,11 @@ class Attention(Block):
 
     def step_arguments(self, index: int) -> dict[str, Tensor]:
         """Of this layer: see Model.step_arguments."""
-        if self.norm is not None or self.window != window_size(0):
-            raise ValueError(f"layer {index} has a window, or a norm of its own before attention")
-        weights = {name: each.plain_weight(f"{name} of layer {index}") for name, each in
-                   (("qkv_weights", self.qkv), ("o_weights", self.output))}  # fmt: skip
+        if self.window != window_size(0):
+            raise ValueError(f"layer {index} has a window")
+        named = ("qkv_weights", self.qkv), ("o_weights", self.output)
+        weights = {name: each.plain_weight(f"{name} of layer {index}") for name, each in named}
+        assert self.norm is None, "it is folded into a plain weight"
         if self.q_norm is None or self.k_norm is None:
             return weights
         return weights | {"q_norms": self.q_norm, "k_norms": self.k_norm}
@@ -190,10 +191,10 @@ class GatedMLP(MLP):
         add_to_residual(self.down, buffers.activation, buffers, squares)
 
     def step_arguments(self, index: int) -> dict[str, Tensor]:
-        if self.norm is not None:
-            raise ValueError(f"layer {index} has a norm of its own before the MLP")
         named = ("gate_up_weights", self.gate_up), ("down_weights", self.down)
-        return {name: each.plain_weight(f"{name} of layer {index}") for name, each in named}
+        weights = {name: each.plain_weight(f"{name} of layer {index}") for name, each in named}
+        assert self.norm is None, "it is folded into a plain weight"
+        return weights
 
     def squares_width(self, buffers: Buffers) -> int:
         return squares_width_of(self.down, buffers.activation, buffers)

@@ -75,13 +75,14 @@ struct step_multiplier {
                       REST = HELD % BLOCKS; /* columns; blocks of one more */
         /* Sums of a block, because a product waits for the one before it. */
         constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 && HOLD != 4 ? 2 : 1;
-        const step_phase part = cta.part(phase);
+        const step_phase part = cta.params.phases[phase];
+        const int first_blocks = part.blocks_of(phase == STEP_HEAD ? cta.cta() : 0);
         const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();
         uint32_t held[HELD][STEP_STEPS][4];
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
-            if (i / BLOCKS < columns && i % BLOCKS < part.blocks)
+            if (i / BLOCKS < columns && i % BLOCKS < first_blocks)
                 ring.take(held[i], place);
             else
                 for (int j = 0; j < STEP_STEPS * 4; j++) held[i][j / 4][j % 4] = 0;
@@ -90,7 +91,7 @@ struct step_multiplier {
         const int thread = step_fresh(threadIdx.x), lane = thread % 32, warp = thread / 32;
         const uint32_t x_at = step_fresh(smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) +
                                          lane / 8 * 16 + (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2));
-        int panel = 0, blocks = step_fresh(part.blocks_of(0));
+        int panel = 0, blocks = step_fresh(first_blocks);
         STEP_MARK(cta, phase * 4);
         letters.wait(mail);
         STEP_MARK(cta, phase * 4 + 1);
@@ -124,8 +125,14 @@ struct step_multiplier {
             }
             turns.arrive(STEP_FULL);
             turns.next();
-            if (++panel == num_panels) break;
-            blocks = part.blocks_of(panel), column = 0;
+            panel++;
+            if (phase == STEP_HEAD) {
+                if (blocks == 0) break; /* the sender knows that it was the last one */
+                blocks = ring.blocks_of_head(panel), column = blocks ? 0 : columns;
+            } else {
+                if (panel == num_panels) break;
+                blocks = part.blocks_of(panel), column = 0;
+            }
         }
         if (cta.warp == 0) letters.expect(mail);
         STEP_MARK(cta, phase * 4 + 2);

@@ -30,7 +30,7 @@ struct step_chunk {
                 head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
             uint32_t row = at * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
             if (phase == STEP_GATE_UP) row = (cta.cta() * cta.params.phases[phase].blocks + i) * 8 + half * args.ffn;
-            if (phase == STEP_HEAD) row = (step_phase::first_of_head(args, cta.cta()) * 2 + octet) * 8;
+            if (phase == STEP_HEAD) row = octet * 8;
             const bool is_there =
                 phase == STEP_HEAD ? row < (uint32_t)args.vocab : phase != STEP_QKV || head < group + 2;
             rows[half] = is_there ? row : (uint32_t)NO_ROW;
@@ -44,22 +44,30 @@ struct step_chunk {
     }
 };
 
-/* Where the copier is: in the chunks of a layer, which are listed, or in the head's. */
+/* Where the copier is: in the chunks of a layer, which are listed, or in the head's, of which it takes a panel ahead. */
 struct step_cursor {
     const step_cta &cta;
     const int num_chunks = cta.params.num_chunks;
-    const step_phase head;
-    int layer = 0, i = 0, panel = 0, column = 0, block = 0;
+    const step_phase &head = cta.params.phases[STEP_HEAD];
+    int layer = 0, i = 0, panel, next_panel = 0, num_taken = 0, column = 0, block = 0;
 
-    __device__ step_cursor(const step_cta &cta) : cta(cta), head(cta.part(STEP_HEAD)) {}
-    __device__ bool is_end() const { return panel == head.panels; }
+    __device__ step_cursor(const step_cta &cta) : cta(cta), panel(cta.cta()) {}
+    __device__ bool is_end() const { return panel >= head.panels; }
+    __device__ __forceinline__ void take_panel(int its)
+    {
+        panel = its < head.panels ? its : (int)step_cta::NO_PANEL, cta.taken(num_taken++) = panel;
+        if (is_end()) return;
+        next_panel = cta.num_ctas() + (int)atomicAdd(&cta.params.words.head[4], 1u); /* waited for when it is needed */
+    }
     __device__ __forceinline__ void next()
     {
         if (layer < cta.args.num_layers) {
-            if (++i == num_chunks) i = 0, layer++;
+            if (++i < num_chunks) return;
+            i = 0, layer++;
+            if (layer == cta.args.num_layers) take_panel(panel);
         } else if (++block == head.blocks_of(panel)) {
             block = 0;
-            if (++column == head.columns) column = 0, panel++;
+            if (++column == head.columns) column = 0, take_panel(next_panel);
         }
     }
     __device__ __forceinline__ step_chunk chunk() const
@@ -86,7 +94,7 @@ struct step_copier {
     {
         int first = 0;
         for (int phase = STEP_QKV; phase < STEP_HEAD; phase++) {
-            const step_phase part = cta.part(phase);
+            const step_phase part = cta.params.phases[phase];
             const int of_panel = part.per_panel * part.columns;
             for (int i = cta.lane; i < part.blocks * part.columns; i += 32) {
                 const int panel = i / of_panel, blocks = part.blocks_of(panel), at = i - panel * of_panel;
@@ -131,6 +139,8 @@ struct step_copier {
         step_cursor now(cta);
 #pragma unroll 1
         for (; !now.is_end(); now.next()) copy(now.chunk());
+        make_room();
+        sm90::barrier_arrive(full + slot * 8); /* there is no panel any more */
     }
 };
 
@@ -150,6 +160,12 @@ struct step_ring {
         const uint32_t in_eight = row * 128 + ((half ^ row) << 4);
         return in_eight + (IS_WIDE ? high * (STEP_STAGE / 2) + warp * 1024
                                    : warp / 4 * (STEP_STAGE / 2) + warp % 4 * 2048 + high * 1024);
+    }
+    /* Of the CTA's i-th panel of the head; 0: it has no more. Its first stage is there then. */
+    __device__ __forceinline__ int blocks_of_head(int i) const
+    {
+        step_wait_near(cta, cta.barriers() + (next & 255) * 8, next >> 8);
+        return cta.params.phases[STEP_HEAD].blocks_of(cta.taken(i));
     }
     /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
     __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place)

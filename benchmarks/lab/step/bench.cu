@@ -1,26 +1,5 @@
 /* bench.cu - the one kernel of a decode step: against its plain twin, its bits, its times. Random weights.
  * bench WHAT MODEL [key=value[,value ...] ...]: see main(). Built by build.sh. */
-#ifdef STEP_TRACE
-#include <stdint.h>
-/* [2][layers + 1][64] clocks of two CTAs, and then of each CTA its SM. */
-__device__ uint32_t *step_trace;
-template <typename Cta>
-__device__ __forceinline__ void step_mark(const Cta &cta, int i)
-{
-    const int size = (cta.args.num_layers + 1) * 64;
-    uint32_t its;
-    if (i == 48)
-        asm volatile("mov.u32 %0, %smid;" : "=r"(its));
-    else
-        asm volatile("mov.u32 %0, %clock;" : "=r"(its)::"memory");
-    if (cta.lane != 0 || (cta.warp > 0 && cta.warp < 9)) return;
-    if (i == 48)
-        step_trace[2 * size + blockIdx.x] = its;
-    else if (blockIdx.x == 37 || blockIdx.x == gridDim.x - 3)
-        step_trace[(blockIdx.x != 37) * size + cta.half / 2 * 64 + i] = its;
-}
-#define STEP_MARK(cta, i) step_mark(cta, i)
-#endif
 #include "cuda/step/kernel.h"
 #include "cuda/step/plan.h"
 #include "twin.h"
@@ -528,62 +507,6 @@ static void time_one(session &s, launcher &l, const char *model, int context)
     CK(cudaGraphDestroy(graph));
 }
 
-#ifdef STEP_TRACE
-static uint32_t *the_trace;
-static void print_trace(int layers, int num_ctas)
-{
-    struct {
-        const char *what;
-        int at, from;
-    } rows[] = {{"qkv: weights in registers", 0, 14},
-                {"x there", 1, 0},
-                {"multiplied, handed over", 2, 1},
-                {"  sender: sums there", 24, 2},
-                {"  sender: sent", 25, 24},
-                {"keys asked for", 16, 2},
-                {"q k v there", 17, 16},
-                {"heads turned", 18, 17},
-                {"keys and values", 19, 18},
-                {"parts sent", 20, 19},
-                {"  sender: parts there", 26, 20},
-                {"  sender: merged, sent", 27, 26},
-                {"o: weights in registers", 4, 20},
-                {"attention there", 5, 4},
-                {"multiplied, handed over", 6, 5},
-                {"  sender: sums there", 28, 6},
-                {"  sender: other teams' there", 29, 28},
-                {"  sender: x sent", 30, 29},
-                {"gate-up: weights in registers", 8, 6},
-                {"x there", 9, 8},
-                {"multiplied, handed over", 10, 9},
-                {"  sender: sums there", 31, 10},
-                {"  sender: sent", 32, 31},
-                {"down: weights in registers", 12, 10},
-                {"activations there", 13, 12},
-                {"multiplied, handed over", 14, 13},
-                {"  sender: sums there", 33, 14},
-                {"  sender: other teams' there", 34, 33},
-                {"  sender: x sent", 35, 34}};
-    const int size = (layers + 1) * 64;
-    auto t = download(the_trace, 2 * size + 128);
-    std::map<int, std::string> on;
-    for (int i = 0; i < num_ctas; i++) on[t[2 * size + i]] += " " + std::to_string(i / STEP_RANKS);
-    printf("    %d SMs; teams on those that have two:", (int)on.size());
-    for (auto &its : on)
-        if (its.second.size() > 2) printf(" %s,", its.second.c_str() + 1);
-    printf("\n    %-32s %7s %7s\n", "clocks since the event before", "CTA 37", "last-2");
-    auto mean = [&](int cta, int at, int from, bool is_of_before) {
-        double sum = 0;
-        for (int l = 4; l < layers; l++)
-            sum += (int32_t)(t[cta * size + l * 64 + at] - t[cta * size + (l - is_of_before) * 64 + from]);
-        return sum / (layers - 4);
-    };
-    for (auto &r : rows)
-        printf("    %-32s %7.0f %7.0f\n", r.what, mean(0, r.at, r.from, r.at == 0), mean(1, r.at, r.from, r.at == 0));
-    printf("    %-32s %7.0f %7.0f\n", "a layer", mean(0, 14, 14, true), mean(1, 14, 14, true));
-}
-#endif
-
 int main(int argc, char **argv)
 {
     if (argc < 3)
@@ -600,10 +523,6 @@ int main(int argc, char **argv)
     const auto lens = list_of("lens", "400");
     session s(SHAPES.at(argv[2]), *std::max_element(lens.begin(), lens.end()), option("page", "16"),
               option("fp8", "0"));
-#ifdef STEP_TRACE
-    the_trace = dev<uint32_t>((s.m.layers + 1) * 128 + 256);
-    CK(cudaMemcpyToSymbol(step_trace, &the_trace, sizeof the_trace));
-#endif
     if (what == "missing") return check_missing(s, is_cluster), 0;
     for (int rows : list_of("rows", "1"))
         for (int context : lens) {
@@ -619,9 +538,6 @@ int main(int argc, char **argv)
                 is_first = false;
                 time_one(s, l, argv[2], context);
             }
-#ifdef STEP_TRACE
-            print_trace(s.m.layers, s.m.kv_heads * STEP_RANKS);
-#endif
         }
     return 0;
 }

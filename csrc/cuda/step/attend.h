@@ -61,7 +61,6 @@ struct step_attention {
     __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache, const step_item &item,
                                               int first) const
     {
-#pragma unroll
         for (int j = 0; j < AHEAD; j++) load(to[j], find(cache, item, first + j * PASS));
     }
     /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
@@ -83,7 +82,6 @@ struct step_attention {
     __device__ __forceinline__ void load(uint32_t (&to)[COUNT], const From *from) const
     {
         const auto bits = *(const pk_vec<uint32_t, COUNT> *)(from + lane * DIMS);
-#pragma unroll
         for (int j = 0; j < COUNT; j++) to[j] = bits.at[j];
     }
     __device__ __forceinline__ static uint2 widen(uint32_t four) /* of e4m3, each of which is exact in bf16 */
@@ -95,7 +93,6 @@ struct step_attention {
     /* As pairs of bf16. */
     __device__ __forceinline__ static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
     {
-#pragma unroll
         for (int i = 0; i < WORDS; i++) {
             if constexpr (IS_FP8) {
                 const uint2 pairs = widen(from[i]);
@@ -109,21 +106,16 @@ struct step_attention {
     __device__ __forceinline__ void score_keys(float (&score)[AHEAD][GROUP], const uint32_t (&q)[GROUP][PAIRS],
                                                const uint32_t (&k)[AHEAD][PAIRS]) const
     {
-#pragma unroll
         for (int j = 0; j < AHEAD; j++)
-#pragma unroll
             for (int h = 0; h < GROUP; h++) {
                 float dot = 0;
-#pragma unroll
                 for (int i = 0; i < PAIRS; i++) {
                     const float2 a = step_pair(q[h][i]), b = step_pair(k[j][i]);
                     dot = fmaf(a.y, b.y, fmaf(a.x, b.x, dot));
                 }
                 score[j][h] = dot;
             }
-#pragma unroll
         for (int d = LANES / 2; d > 0; d /= 2)
-#pragma unroll
             for (int j = 0; j < AHEAD * GROUP; j++)
                 score[j / GROUP][j % GROUP] += __shfl_xor_sync(~0u, score[j / GROUP][j % GROUP], d);
     }
@@ -131,23 +123,18 @@ struct step_attention {
     __device__ __forceinline__ void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS],
                                              int left, float scale)
     {
-#pragma unroll
         for (int h = 0; h < GROUP; h++) {
             float own[AHEAD], now = most[h];
-#pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 own[j] = j < left ? score[j][h] * scale : LOWEST;
                 now = fmaxf(now, own[j]);
             }
             const float fade = step_exp2(most[h] - now);
             most[h] = now, sum[h] *= fade;
-#pragma unroll
             for (int i = 0; i < DIMS; i++) out[h][i] *= fade;
-#pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 const float weight = j < left ? step_exp2(own[j] - now) : 0;
                 sum[h] += weight;
-#pragma unroll
                 for (int i = 0; i < PAIRS; i++) {
                     const float2 b = step_pair(v[j][i]);
                     out[h][i * 2] = fmaf(weight, b.x, out[h][i * 2]);
@@ -161,12 +148,10 @@ struct step_attention {
     {
         if constexpr (KEYS == 1) return 0;
         const bool is_high = cta.lane & LANES;
-#pragma unroll
         for (int h = 0; h < GROUP; h++) {
             const float top = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], LANES)), fade = step_exp2(most[h] - top);
             most[h] = top, sum[h] *= fade;
             sum[h] += __shfl_xor_sync(~0u, sum[h], LANES);
-#pragma unroll
             for (int i = 0; i < DIMS / 2; i++) {
                 const float low = out[h][i] * fade, high = out[h][DIMS / 2 + i] * fade;
                 out[h][i] = (is_high ? high : low) + __shfl_xor_sync(~0u, is_high ? low : high, LANES);
@@ -244,11 +229,9 @@ struct step_attention {
     __device__ __forceinline__ void attend(const step_item &item)
     {
         uint32_t q[GROUP][PAIRS];
-#pragma unroll
         for (int h = 0; h < GROUP; h++) {
             load(q[h], heads(row) + h * STEP_HEAD_DIM);
             most[h] = LOWEST, sum[h] = 0;
-#pragma unroll
             for (int i = 0; i < DIMS; i++) out[h][i] = 0;
         }
         const float scale =
@@ -259,7 +242,6 @@ struct step_attention {
             uint32_t now[AHEAD][PAIRS];
             float score[AHEAD][GROUP];
             const int next = i + AHEAD * PASS, new_at = item.has_new ? item.count - 1 : -1;
-#pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 expand(now[j], k[j]);
                 if (i + j * PASS == new_at) load(now[j], heads(row) + GROUP * STEP_HEAD_DIM);
@@ -268,7 +250,6 @@ struct step_attention {
             const bool has_next = next - own < item.past_count; /* the whole warp */
             if (has_next) load_keys(k, cta.its().k_cache, item, next);
             int left = 0;
-#pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 left += i + j * PASS < item.count;
                 expand(now[j], v[j]);
@@ -278,12 +259,10 @@ struct step_attention {
             add_keys(score, now, left, scale);
         }
         const int kept = merge_keys();
-#pragma unroll
         for (int h = 0; h < GROUP; h++) {
             float *to = state(cta.warp, h);
             if (cta.lane == 0)
                 ends(row, h)[cta.warp % WARPS] = most[h], ends(row, h)[STEP_CONSUMERS + cta.warp % WARPS] = sum[h];
-#pragma unroll
             for (int i = 0; i < DIMS / KEYS; i++) to[lane * DIMS + kept + i] = out[h][i];
         }
     }
@@ -291,24 +270,18 @@ struct step_attention {
     {
         look();
         const step_item item = cta.item(row);
-#pragma unroll
         for (int i = 0; i < AHEAD * WORDS; i++) k[i / WORDS][i % WORDS] = v[i / WORDS][i % WORDS] = 0;
         if (item.past_count > 0) {
             load_keys(k, cta.its().k_cache, item, first);
             load_keys(v, cta.its().v_cache, item, first);
         }
-        STEP_MARK(cta, 16);
         letters.wait(MAIL_QKV);
-        STEP_MARK(cta, 17);
         make_heads();
         step_meet();
-        STEP_MARK(cta, 18);
         attend(item);
-        STEP_MARK(cta, 19);
         step_meet();
         send_parts();
         if (cta.warp == 0) letters.expect(MAIL_QKV);
-        STEP_MARK(cta, 20);
     }
     /* The warps of a row become one, and each rank gets its dimensions of it. */
     __device__ __forceinline__ void send_parts()
@@ -324,9 +297,7 @@ struct step_attention {
                            sums = *(const of_warps *)(ends(row, h) + STEP_CONSUMERS);
             const float *parts = state(row * WARPS, h) + dim;
             float top = LOWEST, total = 0, value = 0;
-#pragma unroll
             for (int w = 0; w < WARPS; w++) top = fmaxf(top, most.at[w]);
-#pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float fade = step_exp2(most.at[w] - top);
                 total = fmaf(sums.at[w], fade, total), value = fmaf(parts[w * GROUP * STEP_HEAD_DIM], fade, value);

@@ -133,13 +133,10 @@ struct step_waiter {
         uint32_t looks = 0, since = 0, wrong;
         do {
             wrong = 0;
-#pragma unroll
             for (int i = 0; i < COUNT; i++) words[i] = step_load_words(place(i));
-#pragma unroll
             for (int i = 0; i < COUNT; i++)
                 wrong |= ((uint32_t)(words[i].x >> 32) ^ epoch) | ((uint32_t)(words[i].y >> 32) ^ epoch);
         } while (!__all_sync(~0u, wrong == 0) && goes_on(looks, since, what));
-#pragma unroll
         for (int i = 0; i < COUNT; i++) data[i] = {(uint32_t)words[i].x, (uint32_t)words[i].y};
     }
     /* The same of sums with tags. */
@@ -149,12 +146,9 @@ struct step_waiter {
         uint32_t looks = 0, since = 0, wrong;
         do {
             wrong = 0;
-#pragma unroll
             for (int i = 0; i < COUNT; i++) data[i] = step_load_sums(place(i));
-#pragma unroll
             for (int i = 0; i < COUNT; i++) wrong |= (data[i].x ^ epoch) | (data[i].y ^ epoch);
         } while (!__all_sync(~0u, (wrong & STEP_TAG) == 0) && goes_on(looks, since, what));
-#pragma unroll
         for (int i = 0; i < COUNT; i++) data[i].x &= ~STEP_TAG, data[i].y &= ~STEP_TAG;
     }
 };

@@ -32,7 +32,6 @@ struct step_post {
     /* A word to all of the team, this CTA included: in global memory it is one. */
     __device__ __forceinline__ void to_all(int kind, int line, int i, uint32_t word, uint32_t epoch) const
     {
-#pragma unroll
         for (int rank = 0; rank < (IS_CLUSTER ? STEP_RANKS : 1); rank++) to_rank(kind, rank, line, i, word, epoch);
     }
     /* The same by a whole warp that has but one word, which all lanes know. */
@@ -86,14 +85,12 @@ struct step_fetcher {
         for (int first = index * share; first < end; first += COUNT * 64) {
             uint2 data[COUNT];
             uint32_t at[COUNT], to[COUNT]; /* made before the words are there */
-#pragma unroll
             for (int i = 0; i < COUNT; i++) {
                 at[i] = min(first + cta.lane * 2 + i * 64, end - 2); /* the last ones once more */
                 const uint32_t line = at[i] / (uint32_t)mail.words;  /* words of a line are even */
                 to[i] = step_fresh(step_post<false>::place(mail, line, at[i] - line * mail.words));
             }
             waiter.fetch(data, epoch, 32 + kind, [&](int i) { return from + at[i]; });
-#pragma unroll
             for (int i = 0; i < COUNT; i++) *(uint2 *)(cta.smem + to[i]) = data[i];
         }
         __syncwarp();

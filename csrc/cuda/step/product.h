@@ -39,7 +39,6 @@ struct step_multiplier {
         const int thread = step_fresh(threadIdx.x), warp = thread / 32, group = thread % 32 / 4, quad = thread % 4;
         constexpr int SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS, COUNT = IS_WIDE ? STEP_CONSUMERS : 2;
         const int first = IS_WIDE ? block * 16 : warp % 4 * 16, from = IS_WIDE ? warp : warp / 4;
-#pragma unroll
         for (int e = 0; e < 2; e++) {
             const int row = quad * 2 + e;
             if (row >= ROWS) continue;
@@ -53,7 +52,6 @@ struct step_multiplier {
                                            int blocks)
     {
         uint32_t x[2][4], weights[BLOCKS - FROM][STEP_STEPS][4];
-#pragma unroll
         for (int block = FROM; block < BLOCKS; block++) {
             if (block < blocks) {
                 ring.take(weights[block - FROM], place);
@@ -62,9 +60,7 @@ struct step_multiplier {
             }
         }
         load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
-#pragma unroll
         for (int step = 0; step < STEP_STEPS; step++)
-#pragma unroll
             for (int block = FROM; block < BLOCKS; block++) /* nobody reads the sums of those that are not there */
                 multiply(acc[block][step % CHAINS], weights[block - FROM][step], x[step / 2], step);
     }
@@ -80,7 +76,6 @@ struct step_multiplier {
         const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();
         uint32_t held[HELD][STEP_STEPS][4];
-#pragma unroll
         for (int i = 0; i < HELD; i++) {
             if (i / BLOCKS < columns && i % BLOCKS < first_blocks)
                 ring.take(held[i], place);
@@ -92,18 +87,13 @@ struct step_multiplier {
         const uint32_t x_at = step_fresh(smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) +
                                          lane / 8 * 16 + (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2));
         int panel = 0, blocks = step_fresh(first_blocks);
-        STEP_MARK(cta, phase * 4);
         letters.wait(mail);
-        STEP_MARK(cta, phase * 4 + 1);
         float acc[BLOCKS][CHAINS][4] = {};
-#pragma unroll
         for (int c = 0; c < WHOLE + (REST > 0); c++) {
             if (c > 0 && c >= columns) continue;
             uint32_t x[4];
-#pragma unroll
             for (int step = 0; step < STEP_STEPS; step++) {
                 if (step % 2 == 0) load_x<IS_WIDE>(x, x_at, c, step);
-#pragma unroll
                 for (int block = 0; block < (c < WHOLE ? BLOCKS : REST); block++)
                     multiply(acc[block][step % CHAINS], held[c * BLOCKS + block][step], x, step);
             }
@@ -116,7 +106,6 @@ struct step_multiplier {
 #pragma unroll 1
             for (; column < columns; column++) stream<IS_WIDE, 0>(acc, place, x_at, column, blocks);
             if (turns.uses >= 2) turns.wait(STEP_EMPTY);
-#pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 for (int c = 1; c < CHAINS; c++)
                     for (int e = 0; e < 4; e++) acc[block][0][e] += acc[block][c][e];
@@ -135,7 +124,6 @@ struct step_multiplier {
             }
         }
         if (cta.warp == 0) letters.expect(mail);
-        STEP_MARK(cta, phase * 4 + 2);
     }
 };
 

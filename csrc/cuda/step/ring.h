@@ -173,7 +173,6 @@ struct step_ring {
         const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
         step_wait_near(cta, barrier, next >> 8);
-#pragma unroll
         for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
         sm90::fence_async_proxy();
         __syncwarp();

@@ -34,7 +34,6 @@ struct step_sender {
         constexpr int COUNT = IS_WIDE ? STEP_CONSUMERS : 2, SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS;
         const float *from = cta.sums(turns.turn()) + row * COUNT * SUMS + at;
         float2 sum = {0, 0};
-#pragma unroll
         for (int w = 0; w < COUNT; w++) {
             const float2 some = *(const float2 *)(from + w * SUMS);
             sum.x += some.x, sum.y += some.y;
@@ -45,7 +44,6 @@ struct step_sender {
     {
         letters.wait(MAIL_SQUARES);
         const float *from = (const float *)(cta.smem + cta.at.mails[MAIL_SQUARES].smem);
-#pragma unroll
         for (int row = 0; row < ROWS; row++) {
             const float sum = pk_sum_over_warp(cta.lane < STEP_RANKS ? from[row * STEP_RANKS + cta.lane] : 0);
             const float its = rsqrtf(sum / cta.args.hidden + cta.args.eps);
@@ -103,7 +101,6 @@ struct step_sender {
     {
         const float2 old = step_pair(residual(row)[pair]);
         float2 sum = {0, 0};
-#pragma unroll
         for (int i = 0; i < STEP_TEAMS; i++)
             if (i < cta.args.kv_heads) sum.x += __uint_as_float(data[i].x), sum.y += __uint_as_float(data[i].y);
         const uint32_t bits = pk_pack_pair<__nv_bfloat16>(old.x + sum.x, old.y + sum.y);
@@ -124,7 +121,6 @@ struct step_sender {
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             turns.wait(STEP_FULL);
-            if (panel == 0) STEP_MARK(cta, 28 + half * 5);
 #pragma unroll 1
             for (int row = 0; row < ROWS; row++)
                 step_store_sums(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
@@ -143,15 +139,12 @@ struct step_sender {
                     return from + min(first + i / STEP_TEAMS, num_panels - 1) * STEP_NARROW_ROWS +
                            min(i % STEP_TEAMS, num_teams - 1) * size();
                 });
-                if (row == 0 && first == 0) STEP_MARK(cta, 29 + half * 5);
-#pragma unroll
                 for (int i = 0; i < AT_ONCE; i++)
                     if (first + i < num_panels)
                         add(row, (first + i) * 32 + cta.lane, &data[i * STEP_TEAMS], epoch, is_last, square);
             }
             send_squares(row, square, epoch);
         }
-        STEP_MARK(cta, 30 + half * 5);
     }
 
     // --- q k v and activations: words of two outputs, up to 24 of a panel and row
@@ -165,7 +158,6 @@ struct step_sender {
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
             turns.wait(STEP_FULL);
-            if (panel == 0) STEP_MARK(cta, phase == STEP_QKV ? 24 : 31);
 #pragma unroll 1
             for (int first = 0; first < ROWS * WORDS; first += 32) {
                 const int i = first + cta.lane, row = i / WORDS;
@@ -175,7 +167,6 @@ struct step_sender {
             turns.arrive(STEP_EMPTY);
             turns.next();
         }
-        STEP_MARK(cta, phase == STEP_QKV ? 25 : 32);
     }
     __device__ __forceinline__ void send_qkv()
     {
@@ -215,7 +206,6 @@ struct step_sender {
         constexpr int DIMS = GROUP * STEP_DIMS;
         const float *parts = (const float *)(cta.smem + cta.at.mails[MAIL_PARTS].smem);
         letters.wait(MAIL_PARTS);
-        STEP_MARK(cta, 26);
 #pragma unroll 1
         for (int first = 0; first < ROWS * DIMS; first += 32) {
             const int i = first + cta.lane, row = min(i / DIMS, ROWS - 1), dim = i % DIMS, head = dim / STEP_DIMS;
@@ -223,12 +213,10 @@ struct step_sender {
                         *ends = lines + (DIMS + 2 * head) * STEP_PARTS, *values = lines + dim * STEP_PARTS;
             float4 most[STEP_RANKS / 4];
             float top = -1e30f, total = 0, value = 0;
-#pragma unroll
             for (int j = 0; j < STEP_RANKS / 4; j++) {
                 most[j] = *(const float4 *)(ends + j * 4);
                 top = fmaxf(fmaxf(top, fmaxf(most[j].x, most[j].y)), fmaxf(most[j].z, most[j].w));
             }
-#pragma unroll
             for (int j = 0; j < STEP_RANKS / 4; j++) {
                 const float4 sums = *(const float4 *)(ends + STEP_PARTS + j * 4),
                              some = *(const float4 *)(values + j * 4);
@@ -244,7 +232,6 @@ struct step_sender {
                             pk_pack_pair<__nv_bfloat16>(value, next), cta.epoch());
         }
         letters.expect(MAIL_PARTS);
-        STEP_MARK(cta, 27);
     }
 
     // --- the head's outputs, which are drawn from as they come
@@ -292,7 +279,6 @@ struct step_sender {
             turns.arrive(STEP_EMPTY);
             turns.next();
         }
-#pragma unroll
         for (int row = 0; row < ROWS; row++) {
             for (int d = 16; d > 0; d /= 2) best[row] = max(best[row], __shfl_xor_sync(~0u, best[row], d));
             const pk_candidate its = asked(row).is_valid ? best[row] : 0;
@@ -325,7 +311,6 @@ struct step_sender {
     }
     __device__ void run()
     {
-        STEP_MARK(cta, 48);
         send_first();
         read_asked();
 #pragma unroll 1

@@ -35,13 +35,10 @@ enum {
     STEP_CONSUMERS = 8, /* warps that multiply and attend */
     STEP_COPIER = STEP_CONSUMERS,
     STEP_SENDER,
-    STEP_FETCHER,          /* the others' first warps: one each, */
-    STEP_FETCHERS = 2,     /* and two of these, where teams are not clusters */
-    STEP_STAGE = 16 << 10, /* bytes of the ring: a chunk, */
-#ifndef STEP_FLYING
-#define STEP_FLYING 3
-#endif
-    STEP_IN_FLIGHT = STEP_FLYING,   /* chunks under way at most; more were slower in all models */
+    STEP_FETCHER,                   /* the others' first warps: one each, */
+    STEP_FETCHERS = 2,              /* and two of these, where teams are not clusters */
+    STEP_STAGE = 16 << 10,          /* bytes of the ring: a chunk, */
+    STEP_IN_FLIGHT = 3,             /* chunks under way at most; more were slower in all models */
     STEP_WIDE = 512,                /* of 16 rows and so many inputs, which the warps share, or */
     STEP_NARROW = 128,              /* of 64 rows and so many inputs, with 16 rows and half of the inputs a warp */
     STEP_COLUMNS = 64,              /* inputs of a warp in a chunk, */
@@ -197,9 +194,5 @@ __device__ static inline uint32_t step_tagged(float x, uint32_t epoch)
 {
     return (__float_as_uint(x) & ~STEP_TAG) | (epoch & STEP_TAG);
 }
-
-#ifndef STEP_MARK
-#define STEP_MARK(cta, i) /* a clock of the bench */
-#endif
 
 #endif

@@ -22,7 +22,7 @@ const char py_decode_step_doc[] = PyDoc_STR(
     "orders of sums. For Hopper GPUs.\n"
     "\n"
     "Models: 2 or 4 query heads of 128 dimensions for each of up to 8 KV heads, no biases, up to 64 layers, hidden_size\n"
-    "a multiple of 1,024, the MLP's a multiple of 128 times the KV heads, the vocabulary's of 8,\n"
+    "a multiple of 1,024, the MLP's a multiple of 128 times the KV heads, the vocabulary's of 16,\n"
     "which has 768 tokens for each KV head at least. CTAs wait for each\n"
     "other inside of the kernel: it is a cooperative launch, which starts when the GPU has room for all of them. Each wait\n"
     "ends after a second; then the tokens are -1, and the upper half of words[0] is not 0 until the caller fills\n"

@@ -30,41 +30,34 @@ struct step_attention {
     uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
 
-    __device__ __forceinline__ step_attention(const step_cta &cta, step_letters<IS_CLUSTER> &letters)
-        : cta(cta), letters(letters)
-    {
-    }
-    __device__ __forceinline__ void look() /* in each layer, because registers are short in between */
+    STEP_FN step_attention(const step_cta &cta, step_letters<IS_CLUSTER> &letters) : cta(cta), letters(letters) {}
+    STEP_FN void look() /* in each layer, because registers are short in between */
     {
         const int thread = step_fresh(threadIdx.x), warp = thread / 32;
         lane = thread % LANES, row = warp / WARPS, first = warp % WARPS * KEYS + thread % 32 / LANES;
     }
-    __device__ __forceinline__ __nv_bfloat16 *heads(int row) const
+    STEP_FN __nv_bfloat16 *heads(int row) const
     {
         return (__nv_bfloat16 *)(cta.smem + cta.at.heads) + row * (GROUP + 2) * STEP_HEAD_DIM;
     }
     /* What a warp has of a head; and of a row's head, the maxima of its warps and then their sums. */
-    __device__ __forceinline__ float *state(int warp, int head) const
+    STEP_FN float *state(int warp, int head) const
     {
         return (float *)(cta.smem + cta.at.sums) + (warp * GROUP + head) * STEP_HEAD_DIM;
     }
-    __device__ __forceinline__ float *ends(int row, int head) const
-    {
-        return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS;
-    }
+    STEP_FN float *ends(int row, int head) const { return state(STEP_CONSUMERS, 0) + (row * GROUP + head) * STEP_ENDS; }
     /* A past key in a cache; behind the last one it is that once more, because loads on conditions wait for each other. */
-    __device__ __forceinline__ const CACHE *find(const void *cache, const step_item &item, int key) const
+    STEP_FN const CACHE *find(const void *cache, const step_item &item, int key) const
     {
         const uint32_t at = cta.places(row)[min(key, item.past_count - 1)];
         return (const CACHE *)cache + (int64_t)at * STEP_VECTOR + cta.team * cta.args.strides.head;
     }
-    __device__ __forceinline__ void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache, const step_item &item,
-                                              int first) const
+    STEP_FN void load_keys(uint32_t (&to)[AHEAD][WORDS], const void *cache, const step_item &item, int first) const
     {
         for (int j = 0; j < AHEAD; j++) load(to[j], find(cache, item, first + j * PASS));
     }
     /* At the start of a layer: the weight that turns this warp's head, and keys of the layer after into the L2. */
-    __device__ __forceinline__ void prepare()
+    STEP_FN void prepare()
     {
         look();
         enum { LINES = STEP_HEAD_DIM * (int)sizeof(CACHE) / 128, MOST = 16 * PASS };
@@ -79,19 +72,19 @@ struct step_attention {
                               lane % LINES * (STEP_HEAD_DIM / LINES));
     }
     template <typename From, int COUNT>
-    __device__ __forceinline__ void load(uint32_t (&to)[COUNT], const From *from) const
+    STEP_FN void load(uint32_t (&to)[COUNT], const From *from) const
     {
         const auto bits = *(const pk_vec<uint32_t, COUNT> *)(from + lane * DIMS);
         for (int j = 0; j < COUNT; j++) to[j] = bits.at[j];
     }
-    __device__ __forceinline__ static uint2 widen(uint32_t four) /* of e4m3, each of which is exact in bf16 */
+    STEP_FN static uint2 widen(uint32_t four) /* of e4m3, each of which is exact in bf16 */
     {
         const uint2 halves = fp8_to_f16(four);
         const float2 a = __half22float2(*(const __half2 *)&halves.x), b = __half22float2(*(const __half2 *)&halves.y);
         return {pk_pack_pair<__nv_bfloat16>(a.x, a.y), pk_pack_pair<__nv_bfloat16>(b.x, b.y)};
     }
     /* As pairs of bf16. */
-    __device__ __forceinline__ static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
+    STEP_FN static void expand(uint32_t (&to)[PAIRS], const uint32_t (&from)[WORDS])
     {
         for (int i = 0; i < WORDS; i++) {
             if constexpr (IS_FP8) {
@@ -103,8 +96,8 @@ struct step_attention {
         }
     }
     /* Scores of AHEAD keys at once. */
-    __device__ __forceinline__ void score_keys(float (&score)[AHEAD][GROUP], const uint32_t (&q)[GROUP][PAIRS],
-                                               const uint32_t (&k)[AHEAD][PAIRS]) const
+    STEP_FN void score_keys(float (&score)[AHEAD][GROUP], const uint32_t (&q)[GROUP][PAIRS],
+                            const uint32_t (&k)[AHEAD][PAIRS]) const
     {
         for (int j = 0; j < AHEAD; j++)
             for (int h = 0; h < GROUP; h++) {
@@ -120,8 +113,7 @@ struct step_attention {
                 score[j / GROUP][j % GROUP] += __shfl_xor_sync(~0u, score[j / GROUP][j % GROUP], d);
     }
     /* `left` of the keys are there. */
-    __device__ __forceinline__ void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS],
-                                             int left, float scale)
+    STEP_FN void add_keys(const float (&score)[AHEAD][GROUP], const uint32_t (&v)[AHEAD][PAIRS], int left, float scale)
     {
         for (int h = 0; h < GROUP; h++) {
             float own[AHEAD], now = most[h];
@@ -144,7 +136,7 @@ struct step_attention {
         }
     }
     /* The keys of a warp become one: each lane ends with DIMS / KEYS of the dimensions, from number `kept` on. */
-    __device__ __forceinline__ int merge_keys()
+    STEP_FN int merge_keys()
     {
         if constexpr (KEYS == 1) return 0;
         const bool is_high = cta.lane & LANES;
@@ -159,13 +151,13 @@ struct step_attention {
         }
         return is_high ? DIMS / 2 : 0;
     }
-    __device__ __forceinline__ void read_norm(int head)
+    STEP_FN void read_norm(int head)
     {
         const __nv_bfloat16 *from = head < GROUP ? cta.its().q_norm : cta.its().k_norm;
         norm = from ? *(const uint2 *)(from + cta.lane * 4) : uint2{};
     }
     /* One head of q or k, by a warp: normed, and turned by its position. */
-    __device__ __forceinline__ uint2 turn(int row, uint2 bits) const
+    STEP_FN uint2 turn(int row, uint2 bits) const
     {
         using T = __nv_bfloat16;
         const float *angles = (const float *)(cta.smem + cta.at.angles) + row * STEP_HEAD_DIM + cta.lane % 16 * 4;
@@ -187,7 +179,7 @@ struct step_attention {
         return {pk_pack_pair<T>(y[0], y[1]), pk_pack_pair<T>(y[2], y[3])};
     }
     /* Heads of q to shared memory, and of the rows' own keys and values, which also go to the cache. */
-    __device__ __forceinline__ void make_heads()
+    STEP_FN void make_heads()
     {
         const pk_step_args &args = cta.args;
 #pragma unroll 1
@@ -204,7 +196,7 @@ struct step_attention {
         }
     }
     /* To the token's slot; of fp8 `bits` are then what was stored. */
-    __device__ __forceinline__ void store(CACHE *cache, const pk_scale_arg &scale, int row, uint2 &bits) const
+    STEP_FN void store(CACHE *cache, const pk_scale_arg &scale, int row, uint2 &bits) const
     {
         const pk_cache_strides &strides = cta.args.strides;
         const int slot = cta.args.slots[row], block_size = cta.args.block_size;
@@ -226,7 +218,7 @@ struct step_attention {
             if (has_slot) *(uint2 *)cache = bits;
         }
     }
-    __device__ __forceinline__ void attend(const step_item &item)
+    STEP_FN void attend(const step_item &item)
     {
         uint32_t q[GROUP][PAIRS];
         for (int h = 0; h < GROUP; h++) {
@@ -266,7 +258,7 @@ struct step_attention {
             for (int i = 0; i < DIMS / KEYS; i++) to[lane * DIMS + kept + i] = out[h][i];
         }
     }
-    __device__ __forceinline__ void run()
+    STEP_FN void run()
     {
         look();
         const step_item item = cta.item(row);
@@ -284,7 +276,7 @@ struct step_attention {
         if (cta.warp == 0) letters.expect(MAIL_QKV);
     }
     /* The warps of a row become one, and each rank gets its dimensions of it. */
-    __device__ __forceinline__ void send_parts()
+    STEP_FN void send_parts()
     {
         const step_post<IS_CLUSTER> post{cta};
         const uint32_t epoch = cta.epoch();

@@ -9,7 +9,7 @@
 
 /* What all warps need, and no more: the weights begin to come behind it. */
 template <bool IS_CLUSTER>
-__device__ __forceinline__ void step_begin(const step_cta &cta)
+STEP_FN void step_begin(const step_cta &cta)
 {
     const pk_step_params &params = cta.params;
     const int num_stages = params.num_stages, thread = threadIdx.x;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void step_begin(const step_cta &cta)
 
 /* By the consumers: what attention needs of the rows. */
 template <int ROWS>
-__device__ __forceinline__ void step_read_rows(const step_cta &cta)
+STEP_FN void step_read_rows(const step_cta &cta)
 {
     const pk_step_args &args = cta.args;
     if (threadIdx.x < ROWS) cta.divide(threadIdx.x);
@@ -51,11 +51,11 @@ __device__ __forceinline__ void step_read_rows(const step_cta &cta)
 }
 
 template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
-__device__ __forceinline__ void step_consume(step_cta &cta)
+STEP_FN void step_consume(step_cta &cta)
 {
     /* Two CTAs of clusters share the registers of an SM: 96 each. Nothing may be spilled. */
     constexpr int HOLD = !IS_CLUSTER ? 6 : ROWS == 1 && GROUP <= 2 ? 4 : 3;
-    constexpr int QKV_BLOCKS = ((GROUP + 2) * STEP_OCTETS + 1) / 2;
+    constexpr int QKV_BLOCKS = (GROUP + 2) * STEP_OCTETS / 2;
     step_letters<IS_CLUSTER> letters(cta);
     step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier(cta, letters);
     step_attention<IS_CLUSTER, ROWS, GROUP, CACHE> attention(cta, letters);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void step_consume(step_cta &cta)
 
 /* ROWS: of x; GROUP: query heads of a KV head; CACHE: bf16 or e4m3. */
 template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
-__device__ __forceinline__ void step_run(const pk_step_params &params, uint8_t *smem, int team, int rank)
+STEP_FN void step_run(const pk_step_params &params, uint8_t *smem, int team, int rank)
 {
     step_cta cta(params, smem, team, rank);
     step_begin<IS_CLUSTER>(cta);

@@ -5,7 +5,7 @@
 #ifndef PK_CUDA_STEP_PRODUCT_H
 #define PK_CUDA_STEP_PRODUCT_H
 
-#include "cuda/step/mail.h"
+#include "cuda/step/cta.h"
 #include "cuda/step/ring.h"
 
 #ifdef PK_SM90A
@@ -24,17 +24,16 @@ struct step_multiplier {
 
     /* x of two steps of this warp's inputs of a chunk. Rows of the operand that x has not are those that it has, once more. */
     template <bool IS_WIDE>
-    __device__ __forceinline__ void load_x(uint32_t (&x)[4], uint32_t from, int column, int step) const
+    STEP_FN void load_x(uint32_t (&x)[4], uint32_t from, int column, int step) const
     {
         step_load_matrices(x, from + column * ((IS_WIDE ? STEP_WIDE : STEP_NARROW) * 2) + step * 32);
     }
-    __device__ __forceinline__ static void multiply(float (&acc)[4], const uint32_t (&weights)[4],
-                                                    const uint32_t (&x)[4], int step)
+    STEP_FN static void multiply(float (&acc)[4], const uint32_t (&weights)[4], const uint32_t (&x)[4], int step)
     {
         step_multiply(acc, weights, {x[step % 2 * 2], x[step % 2 * 2 + 1]});
     }
     template <bool IS_WIDE>
-    __device__ __forceinline__ void leave(float (&acc)[4], int block) const
+    STEP_FN void leave(float (&acc)[4], int block) const
     {
         const int thread = step_fresh(threadIdx.x), warp = thread / 32, group = thread % 32 / 4, quad = thread % 4;
         constexpr int SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS, COUNT = IS_WIDE ? STEP_CONSUMERS : 2;
@@ -48,8 +47,7 @@ struct step_multiplier {
     }
     /* Blocks of a column of chunks that are still in the ring, from number FROM on. */
     template <bool IS_WIDE, int FROM, int BLOCKS, int CHAINS>
-    __device__ __forceinline__ void stream(float (&acc)[BLOCKS][CHAINS][4], uint32_t place, uint32_t x_at, int column,
-                                           int blocks)
+    STEP_FN void stream(float (&acc)[BLOCKS][CHAINS][4], uint32_t place, uint32_t x_at, int column, int blocks)
     {
         uint32_t x[2][4], weights[BLOCKS - FROM][STEP_STEPS][4];
         for (int block = FROM; block < BLOCKS; block++) {
@@ -65,7 +63,7 @@ struct step_multiplier {
                 multiply(acc[block][step % CHAINS], weights[block - FROM][step], x[step / 2], step);
     }
     template <bool IS_WIDE, int BLOCKS>
-    __device__ __forceinline__ void run(int phase, int mail)
+    STEP_FN void run(int phase, int mail)
     {
         constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS,
                       REST = HELD % BLOCKS; /* columns; blocks of one more */

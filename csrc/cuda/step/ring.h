@@ -6,10 +6,8 @@
 
 #ifdef PK_SM90A
 
-/* A chunk's boxes: of 64 rows one, of eight two; or one, where rows end (NO_ROW). Rows and columns (of 64 inputs) count
- * from the beginning of the weight. */
+/* A chunk's boxes: of 64 rows one, of eight two. Rows and columns (of 64 inputs) count from the weight's beginning. */
 struct step_chunk {
-    enum : uint32_t { NO_ROW = ~0u };
     uint32_t rows[2], column;
     int phase;
 
@@ -20,7 +18,7 @@ struct step_chunk {
         const int group = cta.group(), i = panel * STEP_PANEL + block;
         column = column_chunk * ((is_narrow() ? STEP_NARROW : STEP_WIDE) / STEP_COLUMNS);
         if (is_narrow()) {
-            rows[0] = cta.rank * (args.hidden / STEP_RANKS) + panel * STEP_NARROW_ROWS, rows[1] = NO_ROW;
+            rows[0] = cta.rank * (args.hidden / STEP_RANKS) + panel * STEP_NARROW_ROWS, rows[1] = 0;
             column += cta.team * (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / args.kv_heads) / STEP_COLUMNS;
             return;
         }
@@ -28,18 +26,16 @@ struct step_chunk {
             const int octet = i * 2 + half, head = octet / STEP_OCTETS; /* of q k v */
             const int at =
                 head < group ? cta.team * group + head : args.q_heads + (head - group) * args.kv_heads + cta.team;
-            uint32_t row = at * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
-            if (phase == STEP_GATE_UP) row = (cta.cta() * cta.params.phases[phase].blocks + i) * 8 + half * args.ffn;
-            if (phase == STEP_HEAD) row = octet * 8;
-            const bool is_there =
-                phase == STEP_HEAD ? row < (uint32_t)args.vocab : phase != STEP_QKV || head < group + 2;
-            rows[half] = is_there ? row : (uint32_t)NO_ROW;
+            rows[half] = at * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
+            if (phase == STEP_GATE_UP)
+                rows[half] = (cta.cta() * cta.params.phases[phase].blocks + i) * 8 + half * args.ffn;
+            if (phase == STEP_HEAD) rows[half] = octet * 8;
         }
     }
     __device__ step_chunk from(uint32_t row, uint32_t first_column) const
     {
         step_chunk its = *this;
-        its.column += first_column, its.rows[0] += row, its.rows[1] += rows[1] == NO_ROW ? 0 : row;
+        its.column += first_column, its.rows[0] += row, its.rows[1] += row;
         return its;
     }
 };
@@ -53,13 +49,13 @@ struct step_cursor {
 
     __device__ step_cursor(const step_cta &cta) : cta(cta), panel(cta.cta()) {}
     __device__ bool is_end() const { return panel >= head.panels; }
-    __device__ __forceinline__ void take_panel(int its)
+    STEP_FN void take_panel(int its)
     {
         panel = its < head.panels ? its : (int)step_cta::NO_PANEL, cta.taken(num_taken++) = panel;
         if (is_end()) return;
         next_panel = cta.num_ctas() + (int)atomicAdd(&cta.params.words.head[4], 1u); /* waited for when it is needed */
     }
-    __device__ __forceinline__ void next()
+    STEP_FN void next()
     {
         if (layer < cta.args.num_layers) {
             if (++i < num_chunks) return;
@@ -70,7 +66,7 @@ struct step_cursor {
             if (++column == head.columns) column = 0, take_panel(next_panel);
         }
     }
-    __device__ __forceinline__ step_chunk chunk() const
+    STEP_FN step_chunk chunk() const
     {
         if (layer == cta.args.num_layers)
             return step_chunk(cta, STEP_HEAD, panel, column, block).from(cta.args.head_row, cta.args.head_column);
@@ -90,7 +86,7 @@ struct step_copier {
 
     __device__ step_copier(const step_cta &cta) : cta(cta) {}
     /* A layer's chunks in the order in which they are used: by panel, chunk of inputs, block. */
-    __device__ __forceinline__ void list_chunks() const
+    STEP_FN void list_chunks() const
     {
         int first = 0;
         for (int phase = STEP_QKV; phase < STEP_HEAD; phase++) {
@@ -108,7 +104,7 @@ struct step_copier {
     {
         return &cta.params.maps[phase == STEP_O ? 1 : phase == STEP_DOWN ? 2 : 0];
     }
-    __device__ __forceinline__ void make_room()
+    STEP_FN void make_room()
     {
         step_wait_near(cta, empty + slot * 8, turn ^ 1);
         if (flying < STEP_IN_FLIGHT) {
@@ -118,21 +114,17 @@ struct step_copier {
         step_wait_near(cta, full + oldest * 8, oldest_turn);
         if (++oldest == num_stages) oldest = 0, oldest_turn ^= 1;
     }
-    __device__ __forceinline__ void copy(const step_chunk &its)
+    STEP_FN void copy(const step_chunk &its)
     {
         const uint32_t to = ring + slot * STEP_STAGE, barrier = full + slot * 8;
-        const bool is_half = !its.is_narrow() && its.rows[1] == step_chunk::NO_ROW;
-        /* Made before the wait, because nothing is on its way between it and the copy. */
-        const int bytes = step_fresh(is_half ? STEP_STAGE / 2 : STEP_STAGE);
-        const CUtensorMap *from = step_fresh(map(its.phase));
+        const CUtensorMap *from = step_fresh(map(its.phase)); /* before the wait: nothing is on its way behind it */
         make_room();
-        sm90::barrier_arrive_expect(barrier, bytes);
+        sm90::barrier_arrive_expect(barrier, STEP_STAGE);
         step_copy_box(to, from, barrier, its.rows[0], its.column, policy);
-        if (its.rows[1] != step_chunk::NO_ROW)
-            step_copy_box(to + STEP_STAGE / 2, from, barrier, its.rows[1], its.column, policy);
+        if (!its.is_narrow()) step_copy_box(to + STEP_STAGE / 2, from, barrier, its.rows[1], its.column, policy);
         if (++slot == num_stages) slot = 0, turn ^= 1;
     }
-    __device__ __forceinline__ void run()
+    STEP_FN void run()
     {
         list_chunks();
         if (cta.lane > 0) return;
@@ -152,7 +144,7 @@ struct step_ring {
     __device__ step_ring(const step_cta &cta) : cta(cta) {}
     /* Where this lane's row of a stage's matrices begins: of its warp's first 16 inputs. */
     template <bool IS_WIDE>
-    __device__ __forceinline__ static uint32_t place()
+    STEP_FN static uint32_t place()
     {
         const int thread = step_fresh(threadIdx.x), warp = thread / 32, row = thread % 8, high = thread / 8 % 2,
                   half = thread / 16 % 2;
@@ -162,13 +154,13 @@ struct step_ring {
                                    : warp / 4 * (STEP_STAGE / 2) + warp % 4 * 2048 + high * 1024);
     }
     /* Of the CTA's i-th panel of the head; 0: it has no more. Its first stage is there then. */
-    __device__ __forceinline__ int blocks_of_head(int i) const
+    STEP_FN int blocks_of_head(int i) const
     {
         step_wait_near(cta, cta.barriers() + (next & 255) * 8, next >> 8);
         return cta.params.phases[STEP_HEAD].blocks_of(cta.taken(i));
     }
     /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
-    __device__ __forceinline__ void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place)
+    STEP_FN void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place)
     {
         const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;

@@ -4,7 +4,7 @@
 #ifndef PK_CUDA_STEP_SEND_H
 #define PK_CUDA_STEP_SEND_H
 
-#include "cuda/step/mail.h"
+#include "cuda/step/cta.h"
 
 #ifdef PK_SM90A
 
@@ -29,7 +29,7 @@ struct step_sender {
     __device__ pk_sample_row &asked(int row) const { return ((pk_sample_row *)(cta.smem + cta.at.asked))[row]; }
     /* Of two neighbouring outputs of a panel. */
     template <bool IS_WIDE>
-    __device__ __forceinline__ float2 total(int row, int at) const
+    STEP_FN float2 total(int row, int at) const
     {
         constexpr int COUNT = IS_WIDE ? STEP_CONSUMERS : 2, SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS;
         const float *from = cta.sums(turns.turn()) + row * COUNT * SUMS + at;
@@ -40,7 +40,7 @@ struct step_sender {
         }
         return sum;
     }
-    __device__ __forceinline__ void read_squares()
+    STEP_FN void read_squares()
     {
         letters.wait(MAIL_SQUARES);
         const float *from = (const float *)(cta.smem + cta.at.mails[MAIL_SQUARES].smem);
@@ -55,7 +55,7 @@ struct step_sender {
     // --- x
 
     /* Two neighbours of this rank's share. The last x is multiplied by its norm's weight, which the head is not. */
-    __device__ __forceinline__ void send_x(int row, int pair, uint32_t bits, uint32_t epoch, bool is_last) const
+    STEP_FN void send_x(int row, int pair, uint32_t bits, uint32_t epoch, bool is_last) const
     {
         const int at = cta.rank * (size() / 2) + pair;
         if (is_last) {
@@ -64,11 +64,11 @@ struct step_sender {
         }
         post.to_all(MAIL_X, row, at, bits, epoch);
     }
-    __device__ __forceinline__ void send_squares(int row, float square, uint32_t epoch) const
+    STEP_FN void send_squares(int row, float square, uint32_t epoch) const
     {
         post.spread(MAIL_SQUARES, row, cta.rank, __float_as_uint(pk_sum_over_warp(square)), epoch);
     }
-    __device__ __forceinline__ void send_first()
+    STEP_FN void send_first()
     {
 #pragma unroll 1
         for (int row = 0; row < ROWS; row++) {
@@ -90,14 +90,13 @@ struct step_sender {
         }
     }
     /* What this CTA adds to x goes to the same rank of all teams; what they add comes from them, in the order of teams. */
-    __device__ __forceinline__ uint32_t *place(int half, int row, int team) const
+    STEP_FN uint32_t *place(int half, int row, int team) const
     {
         return cta.params.words.sums +
                ((((int64_t)half * ROWS + row) * STEP_RANKS + cta.rank) * cta.args.kv_heads + team) * size();
     }
     /* To two neighbours of this rank's share, which go to all. */
-    __device__ __forceinline__ void add(int row, int pair, const uint2 *data, uint32_t epoch, bool is_last,
-                                        float &square) const
+    STEP_FN void add(int row, int pair, const uint2 *data, uint32_t epoch, bool is_last, float &square) const
     {
         const float2 old = step_pair(residual(row)[pair]);
         float2 sum = {0, 0};
@@ -108,12 +107,10 @@ struct step_sender {
         residual(row)[pair] = bits;
         const float2 x = step_pair(bits);
         square += x.x * x.x + x.y * x.y;
-        if (cta.args.dump && cta.team == 0)
-            ((uint32_t *)cta.args
-                 .dump)[((int64_t)cta.half * ROWS + row) * (cta.args.hidden / 2) + cta.rank * (size() / 2) + pair] =
-                bits;
+        uint32_t *dump = (uint32_t *)cta.args.dump + ((int64_t)cta.half * ROWS + row) * (cta.args.hidden / 2);
+        if (cta.args.dump && cta.team == 0) dump[cta.rank * (size() / 2) + pair] = bits;
     }
-    __device__ __forceinline__ void exchange()
+    STEP_FN void exchange()
     {
         const int num_panels = cta.params.phases[STEP_O].blocks, num_teams = cta.args.kv_heads, half = cta.half % 2;
         const uint32_t epoch = cta.epoch() + 1;
@@ -150,7 +147,7 @@ struct step_sender {
     // --- q k v and activations: words of two outputs, up to 24 of a panel and row
 
     template <typename Word>
-    __device__ __forceinline__ void finish(int phase, Word word)
+    STEP_FN void finish(int phase, Word word)
     {
         enum { WORDS = STEP_PANEL * 8 };
         const int num_panels = cta.params.phases[phase].panels;
@@ -168,7 +165,7 @@ struct step_sender {
             turns.next();
         }
     }
-    __device__ __forceinline__ void send_qkv()
+    STEP_FN void send_qkv()
     {
         finish(STEP_QKV, [&](int panel, int row, int i, float scale) {
             const int octet = panel * (2 * STEP_PANEL) + i / 4, head = octet / STEP_OCTETS;
@@ -179,29 +176,29 @@ struct step_sender {
                         cta.epoch());
         });
     }
-    __device__ __forceinline__ void send_gated()
+    STEP_FN void send_gated()
     {
         const int blocks = cta.params.phases[STEP_GATE_UP].blocks;
-        finish(STEP_GATE_UP,
-               [&](int panel, int row, int i,
-                   float scale) { /* a block: eight gates and their ups */
-                                  const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
-                                  if (i >= STEP_PANEL * 4 || block >= blocks) return;
-                                  const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
-                                  auto gated = [&](float gate, float up) {
-                                      using T = __nv_bfloat16;
-                                      return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) *
-                                             pk_round<T>(up * scale);
-                                  };
-                                  post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
-                                              pk_pack_pair<__nv_bfloat16>(gated(gates.x, ups.x), gated(gates.y, ups.y)),
-                                              cta.epoch());
-               });
+        auto word =
+            [&](int panel, int row, int i,
+                float scale) { /* a block: eight gates and their ups */
+                               const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
+                               if (i >= STEP_PANEL * 4 || block >= blocks) return;
+                               const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
+                               auto gated = [&](float gate, float up) {
+                                   using T = __nv_bfloat16;
+                                   return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) * pk_round<T>(up * scale);
+                               };
+                               post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
+                                           pk_pack_pair<__nv_bfloat16>(gated(gates.x, ups.x), gated(gates.y, ups.y)),
+                                           cta.epoch());
+            };
+        finish(STEP_GATE_UP, word);
     }
 
     // --- attention: a rank's dimensions of each head, of what the ranks have of all keys
 
-    __device__ __forceinline__ void merge_attention()
+    STEP_FN void merge_attention()
     {
         constexpr int DIMS = GROUP * STEP_DIMS;
         const float *parts = (const float *)(cta.smem + cta.at.mails[MAIL_PARTS].smem);
@@ -236,15 +233,14 @@ struct step_sender {
 
     // --- the head's outputs, which are drawn from as they come
 
-    __device__ __forceinline__ void read_asked() const
+    STEP_FN void read_asked() const
     {
         if (cta.lane >= ROWS) return;
         asked(cta.lane) = pk_sample_row_of(&cta.args.sample, cta.lane);
         asked(cta.lane).is_valid &= cta.args.context_lens[cta.lane] <= cta.args.max_positions;
         if (!asked(cta.lane).is_valid) asked(cta.lane).temperature = 0;
     }
-    __device__ __forceinline__ void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 sum,
-                                         float scale) const
+    STEP_FN void draw(const pk_sample_row &asked, pk_candidate &best, int token, float2 sum, float scale) const
     {
         const float x[2] = {sum.x * scale, sum.y * scale};
         uint32_t block_word = 0;
@@ -257,10 +253,9 @@ struct step_sender {
             words = pk_philox(&asked, token / 4, 1);
         }
         const uint32_t word[2] = {token & 2 ? words.word[2] : words.word[0], token & 2 ? words.word[3] : words.word[1]};
-        for (int i = 0; i < 2; i++)
-            if (token + i < cta.args.vocab) best = max(best, pk_draw(asked, x[i], token + i, block_word, word[i]));
+        for (int i = 0; i < 2; i++) best = max(best, pk_draw(asked, x[i], token + i, block_word, word[i]));
     }
-    __device__ __forceinline__ void draw_all()
+    STEP_FN void draw_all()
     {
         const step_phase &part = cta.params.phases[STEP_HEAD];
         pk_candidate best[ROWS] = {};
@@ -287,7 +282,7 @@ struct step_sender {
         }
     }
     /* The greatest candidate of all CTAs, by the first one. */
-    __device__ __forceinline__ void take_tokens()
+    STEP_FN void take_tokens()
     {
         const pk_step_args &args = cta.args;
         if (cta.cta() > 0) return;

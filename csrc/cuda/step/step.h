@@ -20,6 +20,7 @@
 #include "cuda/sample/sample.h"
 #include "cuda/sm90.h"
 
+#define STEP_FN __device__ __forceinline__
 #ifndef STEP_RANKS
 #define STEP_RANKS 16 /* CTAs of a team; a test has fewer */
 #endif
@@ -101,13 +102,13 @@ struct step_phase {
     {
         const int teams = args.kv_heads, group = args.q_heads / teams;
         per_panel = STEP_PANEL, columns = args.hidden / STEP_WIDE, blocks = 0;
-        if (phase == STEP_QKV) blocks = ((group + 2) * STEP_OCTETS + 1) / 2;
+        if (phase == STEP_QKV) blocks = (group + 2) * STEP_OCTETS / 2;
         if (phase == STEP_GATE_UP) blocks = args.ffn / (teams * STEP_RANKS * 8);
         if (phase == STEP_O || phase == STEP_DOWN) {
             per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
             columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
         }
-        if (phase == STEP_HEAD) blocks = (args.vocab + 15) / 16;
+        if (phase == STEP_HEAD) blocks = args.vocab / 16;
         panels = (blocks + per_panel - 1) / per_panel;
     }
     __device__ int blocks_of(int panel) const

@@ -85,8 +85,9 @@ struct pk_step_words {
     uint32_t *sums;  /* [2][rows][ranks][teams][hidden / ranks], tagged */
     uint64_t *best;  /* [rows][ctas][2] */
     uint64_t *mails; /* [teams][mail_words] */
-    uint32_t *
-        head; /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps, [4] panels of the head that were taken */
+    /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps, [4] panels of
+     * the head that were taken */
+    uint32_t *head;
 };
 
 // --- how the work is divided

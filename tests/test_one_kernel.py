@@ -110,7 +110,8 @@ GREEDY, DRAWN = (SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos
 @contextmanager
 def engine(folder, monkeypatch, uses_it, **options):
     monkeypatch.setenv(VARIABLE, "1" if uses_it else "0")
-    with LLM(folder, load_format="dummy", dtype="bfloat16", num_blocks=600, max_model_len=2000, **options) as llm:
+    options = {"num_blocks": 600, "max_model_len": 2000, "enable_prefix_caching": False} | options
+    with LLM(folder, load_format="dummy", dtype="bfloat16", **options) as llm:
         yield llm
         llm.manager.check()
 
@@ -119,15 +120,15 @@ def answers(llm):
     """Of prompts one by one, greedy, drawn and with log probabilities, and of two at a time."""
     asked = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
     alone = [llm.generate([prompt], [each], use_tqdm=False)[0] for prompt in PROMPTS for each in (GREEDY, DRAWN, asked)]
-    outputs = alone + llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
+    outputs = alone + llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)  # 1, 4 and 7 are drawn
     assert all(output.error is None for output in outputs)
     return outputs
 
 
 def assert_greedy(llm, outputs):
-    """Each token is one of the likeliest, and a draw a likely one, for an engine without the kernel. (Sums of another
-    order may choose otherwise in a near tie.)"""
-    for output in outputs:
+    """Each greedy token is one of the likeliest for an engine without the kernel. (Sums of another order may choose
+    otherwise in a near tie.)"""
+    for output in (each for i, each in enumerate(outputs) if i % 3 != 1):
         prompt = [*output.prompt_token_ids, *output.token_ids]
         params = SamplingParams(max_tokens=1, prompt_logprobs=1)
         (scored,) = llm.generate([prompt], [params], use_tqdm=False)
@@ -153,18 +154,16 @@ class TestEngine:
             assert llm._runner.one_kernel is not None
         with engine(folder, monkeypatch, False, **options) as llm:
             assert not llm._runner.one_kernel._chosen
-            assert_greedy(llm, [each for each in outputs if each not in outputs[1:6:3] + outputs[-1:]])
-            drawn = [each.token_ids[:3] for each in outputs[1:6:3]]
-            assert [each.token_ids[:3] for each in answers(llm)[1:6:3]] == drawn
+            assert_greedy(llm, outputs)
+            assert [each.token_ids[:3] for each in answers(llm)[1::3]] == [each.token_ids[:3] for each in outputs[1::3]]
 
     def test_a_failure_is_not_seen(self, folder, monkeypatch):
-        with engine(folder, monkeypatch, False) as llm:
-            expected = [each.token_ids for each in answers(llm)]
         with engine(folder, monkeypatch, True) as llm:
             for words in llm._runner.one_kernel._words.values():
                 words[:1].copy_(np.array([words[:1].tolist()[0] + (1 << 32)]))
-            assert [each.token_ids for each in answers(llm)] == expected
-            assert llm._runner.one_kernel is None
+            outputs = answers(llm)
+            assert llm._runner.one_kernel is None and [len(each.token_ids) for each in outputs][:2] == [40, 40]
+            assert_greedy(llm, outputs)
 
     def test_long_sequences_take_the_graph(self, folder, monkeypatch):
         lengths = itertools.count()  # of a size 512, 1024, of the next size 512, ...

@@ -73,7 +73,7 @@ class OneKernel:
         forms = {form: self._capture(batch, form) for form in self._words if form[0] == size}
         most, num_keys = 0, FIRST_KEYS
         limit = min(self._memory.max_keys, MOST_KEYS)
-        measurable = min(limit, num_blocks // size * self._caches.block_size)
+        measurable = min(limit, max(num_blocks // size, 1) * self._caches.block_size)
         while forms:
             num_keys = min(num_keys, measurable)
             self._make_zeros(num_blocks, -(-size * num_keys // self._caches.block_size))
@@ -88,7 +88,8 @@ class OneKernel:
             if self.has_failed():
                 logger.warning("a decode of %d as one kernel took more than a second, and is not used", size)
                 most = 0
-            if self.has_failed() or seconds[best] >= today:
+                break
+            if seconds[best] >= today:
                 break
             forms, most = {best: forms[best]}, num_keys
             if num_keys == measurable:

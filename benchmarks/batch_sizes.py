@@ -79,7 +79,7 @@ def step_us(runner: ModelRunner, step: Step, replays: int) -> float:
     runner.launch(step)
     step.tokens()
     seconds = time.perf_counter() - begin
-    graph = step_graph(runner, len(step.sequences))
+    graph = step_graph(runner, len(step.sequences), max(step.ends))
     return seconds * 1e6 if graph is None else replay_us(graph, runner.stream, replays)
 
 

@@ -115,7 +115,7 @@ class _Recorder:
                 timed("launch", launch, step, wait_for_tokens)
                 return
             if len(self.events) == WARM + STEPS // 2:
-                self._time_graph(runner)
+                self._time_graph(runner, max(step.ends))
             begin, end = pagedkv.Event(timing=True), pagedkv.Event(timing=True)
             begin.record(stream)
             timed("launch", launch, step, wait_for_tokens)
@@ -134,9 +134,9 @@ class _Recorder:
         finally:
             del scheduler.schedule, scheduler.update, scheduler.commit, runner.launch
 
-    def _time_graph(self, runner: ModelRunner) -> None:
+    def _time_graph(self, runner: ModelRunner, num_keys: int) -> None:
         """Of the step before. Its tokens are lost, and others come in their place."""
-        graph = step_graph(runner, self.batch)
+        graph = step_graph(runner, self.batch, num_keys)
         if graph is not None:
             runner.stream.synchronize()
             self.graph = replay_us(graph, runner.stream, 8)
@@ -154,10 +154,12 @@ class _Recorder:
         return wall, gap, {part: median(self.times[part]) for part in HOST_PARTS}
 
 
-def step_graph(runner: ModelRunner, num_seqs: int) -> Graph | None:
-    """What the engine replays for a step in which so many sequences decode; None where it has no graphs."""
+def step_graph(runner: ModelRunner, num_seqs: int, num_keys: int) -> Graph | None:
+    """What the engine replays for a step in which so many sequences decode, of which the longest has so many keys; None
+    where it has no graphs."""
     size = runner.batch_sizes[bisect_left(runner.batch_sizes, num_seqs)]
-    return None if runner.graphs is None else runner.graphs.get((size, 0, False, False))
+    one = None if runner.one_kernel is None else runner.one_kernel.graph(size, num_keys)
+    return one if one is not None or runner.graphs is None else runner.graphs.get((size, 0, False, False))
 
 
 def replay_us(graph: Graph, stream: pagedkv.Stream, count: int) -> float:

@@ -10,7 +10,7 @@ from fuzz_calls_ops import Draw
 
 import pagedkv
 
-# What takes no tensor, or one beside nothing else.
+# What takes no tensor, or one beside nothing else; and what only a Hopper GPU computes.
 WITHOUT = {
     "empty",
     "open_ipc",
@@ -25,6 +25,8 @@ WITHOUT = {
     "build_info",
     "kernel_instances",
     "_pack_ids",
+    "decode_step",
+    "decode_step_words",
 }
 GIVEN_NOWHERE_ELSE = {"linear_algorithms": {"near"}}  # what only a GPU has
 

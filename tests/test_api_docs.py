@@ -20,6 +20,7 @@ TOOL = Path(__file__).parent.parent / "tools" / "api_docs.py"
 SAME_ARGUMENTS = {  # these explain only what is their own
     "plan_attention": [ops.paged_attention_fwd],
     "qkv_attention_fwd": [ops.qk_norm_rope_store, ops.paged_attention_fwd],
+    "decode_step_words": [ops.decode_step],
 }
 
 

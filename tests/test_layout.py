@@ -56,6 +56,7 @@ BELOW = {
     "cuda/linear": {"", "ops", "cuda"},
     "cuda/experts": {"", "ops", "cuda", "cuda/linear"},
     "cuda/sample": {"", "ops", "cuda", "cuda/linear"},
+    "cuda/step": {"", "ops", "cuda", "cuda/sample"},
     "py": {"", "ops", "block_manager"},
 }
 

@@ -154,8 +154,9 @@ def name_of(operation: Callable) -> str:
 
 
 def operations() -> dict[str, Callable]:
-    """Those of the module that take a stream."""
-    return {name: f for name, f in vars(ops).items() if inspect.isbuiltin(f) and "stream=" in str(f.__text_signature__)}
+    """Those of the module that take a stream, but for decode_step, which has its own tests."""
+    builtins = {name: f for name, f in vars(ops).items() if inspect.isbuiltin(f) and name != "decode_step"}
+    return {name: f for name, f in builtins.items() if "stream=" in str(f.__text_signature__)}
 
 
 def test_the_table_has_every_operation_and_every_tensor():

@@ -94,7 +94,7 @@ def operators():
 
 def test_every_operation_is_there():
     of_groups = {"all_reduce", "all_gather", "sample_candidates"}  # a schema can hold no Communicator
-    assert set(ops.__all__) == with_streams() - of_groups
+    assert set(ops.__all__) == with_streams() - of_groups - {"decode_step"}  # a model as a whole
     for name in ops.__all__:
         own = [p for p in inspect.signature(getattr(pagedkv._C, name)).parameters.values() if p.name != "stream"]
         assert list(inspect.signature(getattr(ops, name)).parameters.values()) == own

@@ -22,6 +22,7 @@ bool pk_cuda_kernel_instance(int index, pk_kernel_instance *instance)
         &pk_cuda_sample_linear_kernels,
         &pk_cuda_sample_kernels,
         &pk_cuda_token_logprobs_kernels,
+        &pk_cuda_decode_step_kernels,
     };
     for (const pk_cuda_kernel_table *table : tables) {
         if (index < table->count) {

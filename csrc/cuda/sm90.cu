@@ -2,7 +2,7 @@
 #include "cuda/sm90.h"
 
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
-                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err)
+                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err, bool promotes)
 {
     static void *encode; /* the driver's, found at run time: the extension does not link to libcuda */
     cudaDriverEntryPointQueryResult found;
@@ -24,7 +24,9 @@ pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype,
     }
     CUresult result = ((decltype(&cuTensorMapEncodeTiled))encode)(
         map, type, (cuuint32_t)ndim, (void *)data, size, stride_bytes, box_size, element_strides,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        promotes ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return PK_OK;
     return pk_fail(err, PK_ECUDA, "cuTensorMapEncodeTiled: CUresult %d for %s", (int)result, name);
 }

@@ -12,10 +12,11 @@
 #include <cuda.h>
 
 /* How bulk tensor copies read a tensor of 2-byte elements or e4m3. Sizes and strides from the innermost dimension
- * outwards; strides in elements, the innermost is 1. The box is swizzled by rows of 128 bytes; of e4m3, which no product
+ * outwards; strides in elements, the innermost is 1. promotes: the L2 reads 256 bytes where 128 are asked for. The box is swizzled by rows of 128 bytes; of e4m3, which no product
  * reads, it is not. `name`: the argument that an error is about. */
 pk_status pk_cuda_tensor_map(CUtensorMap *map, const char *name, pk_dtype dtype, const void *data, int ndim,
-                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err);
+                             const int64_t *sizes, const int64_t *strides, const int *box, pk_error *err,
+                             bool promotes = true);
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define PK_SM90A 1

@@ -58,6 +58,7 @@ typedef struct {
     OP(silu_and_mul, pk_silu_args)                                                     \
     OP(sample, pk_sample_args)                                                         \
     OP(sample_linear, pk_sample_linear_args) VIA(linear_candidates)                    \
+    OP(decode_step, pk_decode_step_args) VIA(decode_step_words)                        \
     OP(take_sampled, pk_take_sampled_args)                                             \
     OP(count_tokens, pk_count_args)                                                    \
     OP(token_logprobs, pk_logprobs_args)                                               \

@@ -43,9 +43,9 @@ typedef struct {
     pk_stream stream;
     bool has_released; /* the GIL */
     PyObject *given[PY_MAX_PARAMS];
-    py_tensor_list lists[2];
     pk_status status;
     /* not initialised by py_call_begin */
+    py_tensor_list lists[8];
     pk_error err;
     py_framework frameworks[PY_MAX_FRAMEWORKS];
     py_tensor_in tensors[PY_MAX_TENSORS];

@@ -97,6 +97,7 @@ def build(
         if device != "cpu":
             runner.on_all("tune")  # which takes each rank as long as it takes
             runner.on_all("warm_up")
+            runner.reserve_one_kernel()
             if draft is not None:
                 draft.tune()
                 draft.warm_up()

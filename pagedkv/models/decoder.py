@@ -12,7 +12,7 @@ with few tokens on a GPU five kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedkv import Tensor, ops
 
@@ -184,6 +184,20 @@ class Decoder:
                 batch_invariant=self.batch_invariant,
                 out=plan,
             )
+
+    def step_arguments(self, caches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        if self.batch_invariant or self.dtype != "bfloat16" or self.comm is not None:
+            raise ValueError("the model must be of one GPU, in bfloat16 and not batch-invariant")
+        arguments: dict[str, Any] = {"embedding": self.embedding, "norm": self.norm, "eps": self.eps}
+        arguments["head"] = self.head.linear.plain_weight("head")
+        of_attention = "qkv_weights", "o_weights", "q_norms", "k_norms", "k_caches", "v_caches"
+        lists: dict[str, list[Tensor]] = {name: [] for name in (*of_attention, "gate_up_weights", "down_weights")}
+        for i, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, caches, strict=True)):
+            of_layer = layer.attention.step_arguments(i) | layer.mlp.step_arguments(i)
+            of_layer |= {"k_caches": k_cache, "v_caches": v_cache}
+            for name, tensor in of_layer.items():
+                lists[name].append(tensor)
+        return arguments | lists | {"cos_sin": self.layers[0].attention.cos_sin}
 
     def allocate_logits(self, num_rows: int) -> Tensor:
         return self.head.allocate_logits(num_rows, self.device)

@@ -139,6 +139,17 @@ class Attention(Block):
         """buffers.residual += buffers.attention, projected; leaves its squares"""
         add_to_residual(self.output, buffers.attention, buffers, squares)
 
+    def step_arguments(self, index: int) -> dict[str, Tensor]:
+        """Of this layer: see Model.step_arguments."""
+        if self.window != window_size(0):
+            raise ValueError(f"layer {index} has a window")
+        named = ("qkv_weights", self.qkv), ("o_weights", self.output)
+        weights = {name: each.plain_weight(f"{name} of layer {index}") for name, each in named}
+        assert self.norm is None, "it is folded into a plain weight"
+        if self.q_norm is None or self.k_norm is None:
+            return weights
+        return weights | {"q_norms": self.q_norm, "k_norms": self.k_norm}
+
     def squares_width(self, buffers: Buffers) -> int:
         return squares_width_of(self.output, buffers.attention, buffers)
 
@@ -147,6 +158,10 @@ class MLP(Block):
     @abstractmethod
     def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += mlp(norm(buffers.residual)); takes its squares and leaves them"""
+
+    def step_arguments(self, index: int) -> dict[str, Tensor]:
+        """Of this layer: see Model.step_arguments."""
+        raise ValueError(f"layer {index} has no plain MLP")
 
 
 class GatedMLP(MLP):
@@ -174,6 +189,12 @@ class GatedMLP(MLP):
             out=buffers.activation,
         )
         add_to_residual(self.down, buffers.activation, buffers, squares)
+
+    def step_arguments(self, index: int) -> dict[str, Tensor]:
+        named = ("gate_up_weights", self.gate_up), ("down_weights", self.down)
+        weights = {name: each.plain_weight(f"{name} of layer {index}") for name, each in named}
+        assert self.norm is None, "it is folded into a plain weight"
+        return weights
 
     def squares_width(self, buffers: Buffers) -> int:
         return squares_width_of(self.down, buffers.activation, buffers)

@@ -47,6 +47,12 @@ class Linear:
         is_plain = len(self.weights) == 1 and not self.weights[0].is_quantised and not self.lora
         return is_plain and self.bias is None and self.weights[0].data.dtype != "float16"
 
+    def plain_weight(self, name: str) -> Tensor:
+        """That of a product of nothing else. ValueError: why it is none."""
+        if len(self.weights) > 1 or self.weights[0].is_quantised or self.bias is not None or self.lora:
+            raise ValueError(f"{name} is quantised, has a bias, or takes adapters")
+        return self.weights[0].data
+
     def fold(self, norm: Tensor) -> Tensor | None:
         """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
         must still run before the product, or None: the reader of the product divides by the root mean square."""

@@ -138,6 +138,9 @@ class Model(Protocol):
         """Normed hidden states [num_tokens, hidden_size], in memory of `buffers`, of last_tokens (int32) or of all
         tokens. Writes the KV of all tokens into the caches."""
 
+    def step_arguments(self, caches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """What ops.decode_step is to know of the model. ValueError: why it cannot compute it."""
+
     def allocate_logits(self, num_rows: int) -> Tensor:
         """Memory for the logits of so many rows, float32 [num_rows, vocab_size]."""
 

@@ -45,6 +45,7 @@ from ..cache.pool import KVCaches, each_cache
 from ..sampling.sampler import PromptOutputs, Sampler
 from ..scheduling.step import Step
 from .batch_sizes import batch_sizes_of, max_rows, row_sizes
+from .one_kernel import OneKernel, StepTimeout
 from .step_memory import StepMemory
 from .weights import RunnerWeights
 
@@ -110,6 +111,7 @@ class ModelRunner:
         # By the sizes of a step that only decodes, and whether it ends with the logits and has adapters. They point to
         # the arrays and to the pool.
         self.graphs: dict[Key, Graph] | None = {} if self.is_gpu and not enforce_eager else None
+        self.one_kernel: OneKernel | None = None  # for small decodes, where that is faster
         if comm is not None:
             self._gathered_tokens = empty((1, comm.size * self.max_num_rows), "float32", device)
         self._hidden: Tensor | None = None  # all hidden states of a step that keeps them
@@ -135,6 +137,13 @@ class ModelRunner:
                 self.run(replace(self.memory.idle_prompt(), has_adapters=has_adapters))
         ops.synchronize(self.device)
         self.caches.layers = []
+
+    def reserve_one_kernel(self) -> None:
+        """Takes what memory small decodes need as one kernel, after warm_up()."""
+        if self.graphs is not None and self.comm is None and not self.has_adapters:
+            memory, sampled = self.memory, self.sampler.sampled
+            self.one_kernel = OneKernel(self.model, memory, sampled, self.caches, self.stream)
+            self.one_kernel.reserve(self.batch_sizes)
 
     def affordable_blocks(self, utilization: float) -> int:
         """The pages that a pool may have, and that of the draft model, so that with the graphs to come this share of
@@ -181,6 +190,8 @@ class ModelRunner:
                 self._capture(batch)
                 if bar is not None:
                     bar.update()
+            if self.one_kernel is not None:
+                self.one_kernel.choose({key[0]: graph for key, graph in self.graphs.items()}, self.manager.num_blocks)
         ops.reload_context(self.device)  # a launch is faster then than after all this
         logger.info("%d CUDA graphs were captured in %.1f s", len(self.batch_sizes), time.perf_counter() - start)
 
@@ -199,7 +210,7 @@ class ModelRunner:
                 self.move_pages(step)
                 self.write_adapters(step)
                 batch = self.fill(step)
-                hidden = self.compute(batch, step.only_decodes)
+                hidden = self.compute(batch, step.only_decodes, step.ends)
                 if batch.needs_logits:
                     self.sampler.edit(wait_for_tokens)
                     self.sampler.sample(batch)
@@ -219,6 +230,16 @@ class ModelRunner:
         if event is not None:
             event.synchronize()  # the host's arrays of this turn have been copied
         return event
+
+    def look_for_timeout(self) -> None:
+        """After a step without a token. Raises where one kernel has failed, which is not used any more then."""
+        if self.one_kernel is None or not self.one_kernel.has_failed():
+            return
+        self.one_kernel = None
+        raise StepTimeout(
+            "CTAs of a decode step of one kernel waited for each other for more than a second; from now on small "
+            "decodes are graphs of many kernels"
+        )
 
     def forget(self) -> None:
         """Steps on their way are lost: no sequence continues from them."""
@@ -257,9 +278,14 @@ class ModelRunner:
             self.team.tell(Kind.STEP, header, *self.memory.content(header, self.turn))
         return self.memory.upload(header, self.turn)
 
-    def compute(self, batch: Batch, only_decodes: bool) -> Tensor | None:
-        """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them."""
-        graph = self.graphs.get(_key(batch)) if self.graphs is not None and only_decodes else None
+    def compute(self, batch: Batch, only_decodes: bool, ends: Sequence[int] = ()) -> Tensor | None:
+        """Computes the step, by its graph where it has one. Returns all hidden states of one that keeps them. ends: the
+        keys of its sequences, where it may be one kernel."""
+        graph, key = None, _key(batch)
+        if only_decodes and ends and self.one_kernel is not None and key[1:] == (0, False, False):
+            graph = self.one_kernel.graph(key[0], max(ends))
+        if graph is None and only_decodes and self.graphs is not None:
+            graph = self.graphs.get(key)
         self._hidden = None
         if graph is not None:
             graph.replay()

@@ -24,6 +24,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .model_runner import ModelRunner
+from .one_kernel import StepTimeout
 
 
 class Guesser(Protocol):
@@ -124,6 +125,8 @@ class Pipeline:
     def _collect(self) -> None:
         step = self.in_flight.popleft()
         sampled = step.tokens()
+        if -1 in sampled:
+            self._look_for_timeout()
         now = time.perf_counter()
         tokens = step.accept(sampled)
         step.report()
@@ -134,6 +137,13 @@ class Pipeline:
             self.guesser.learn(step, seconds)
         self._process(step, finished)
         self.counters.host_seconds += time.perf_counter() - now
+
+    def _look_for_timeout(self) -> None:
+        try:
+            self.runner.look_for_timeout()
+        except StepTimeout:  # pages of the steps on their way are wrong, and committed
+            self.scheduler.manager.reset_prefix_cache()
+            raise
 
     def _count(self, step: Step, seconds: float) -> None:
         """`seconds` since the tokens of the step before arrived."""

@@ -73,6 +73,7 @@ class StepMemory:
         self._has_adapters = has_adapters
         self._batch_sizes, self._max_num_batched_tokens, self._plans = batch_sizes, max_num_batched_tokens, plans
         self._row_sizes, self._most_queries = row_sizes, most_queries
+        self._block_size, self.max_keys = block_size, max_model_len
         max_num_seqs = batch_sizes[-1]
         max_num_rows = max([max_num_seqs, *row_sizes[-1:]])
         num_bytes = self._array_bytes(max_num_rows, max_num_batched_tokens)
@@ -197,6 +198,15 @@ class StepMemory:
         pad(hosts[0], 0, 0)
         self._upload(hosts[0], 0)
         there.block_tables = self._tables[:num_seqs]
+        return there
+
+    def long_decodes(self, num_seqs: int, num_keys: int, num_blocks: int) -> Batch:
+        """The same with so many keys each, in pages of their own where there are so many. Before the first step."""
+        there, num_columns = self.idle_decodes(num_seqs), -(-num_keys // self._block_size)
+        pages = np.arange(num_seqs * num_columns, dtype=np.int32) % num_blocks
+        self._tables[:num_seqs, :num_columns].copy_(pages.reshape(num_seqs, num_columns))
+        there.context_lens.copy_(np.full(num_seqs, num_keys, np.int32))
+        there.positions.copy_(np.full(num_seqs, num_keys - 1, np.int32))
         return there
 
     def idle_prompt(self) -> Batch:

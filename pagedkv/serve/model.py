@@ -138,10 +138,10 @@ class ServedModel:
             raise ApiError(400, "the model has no tokenizer.json: there are no texts, only token ids")
 
     def token_text(self, token_id: int) -> str:
-        """What the token is by itself: "\\ufffd" where it holds a part of a character."""
+        """What the token is within a text: "\\ufffd" where it holds a part of a character."""
         if not self.tokenizer.exists:
             return f"token_id:{token_id}"
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, goes_on=True)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """None: it is a part of a character, and nobody knows which."""

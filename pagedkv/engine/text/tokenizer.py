@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,6 +77,11 @@ class Tokenizer:
             encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def starts(self, text: str) -> list[int]:
+        """Where each of its tokens begins in the text, in characters. One that the tokenizer adds begins where the one
+        before it does."""
+        return list(accumulate((start for start, _ in self.library.encode(text).offsets), max))
 
     def encode_words(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each word, as it stands at the start of a text and after a space. As in vLLM, other ways to

@@ -244,6 +244,24 @@ def test_special_tokens_stay_where_they_mean_something(folder):
         assert [params.skip_special_tokens for _, params in client.seen] == [False, True]
 
 
+def test_messages_without_content_or_calls(folder):
+    """null beside calls, as OpenAI's clients send an answer back, where templates take the content apart (those of QwQ
+    and of the first Qwen3 do); an empty list of calls, where they count them (Llama 3.2's)."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id }}{{ raise_exception('no calls') if m.tool_calls | length != 1 }}"
+        "{% endif %}[{{ m.content.split('</think>')[-1] }}]{% endfor %}{# <tool_call> #}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1"},
+        {"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "b", "tool_calls": []},
+    ]  # fmt: skip
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        post(http, CHAT, messages=history, tools=TOOLS)
+        assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
+
+
 def test_a_conversation_with_calls(folder):
     """What a client sends back is written as the model has said it."""
     history = [

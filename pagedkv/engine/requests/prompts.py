@@ -98,6 +98,8 @@ def params_of_each(
 ) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or default] * count
+    if not isinstance(given, SequenceOf) or isinstance(given, str):
+        raise TypeError(f"sampling_params is {given!r} but must be SamplingParams, or a list of them")
     params = list(given)
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts")

@@ -105,6 +105,7 @@ def test_activations_of_16_bits(tmp_path, name, dtype, device):
 
 IGNORED = {  # names that are not: as lists have them; and other entries, which name no product
     "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.k_proj", "mlp.gate", "model.layers.1.mlp", "up"]},
+    "fp8, small blocks": {"modules_to_not_convert": None, "ignored_layers": ["lm_head", "model.layers.0.self_attn.k_proj", "layers.1.mlp"]},
     "packed": {"ignore": ["lm_head", "model.layers.0.self_attn.k_proj", "re:.*layers\\.1\\.mlp.*", "k_proj", "re:up_proj"]},
     "fp8, tensor": {"ignore": ["re:lm_.*", "re:model.layers.0.self_attn.k_proj", "re:.*1.mlp.*_proj$"]},
     "awq": {"modules_to_not_convert": ["layers.0.self_attn.k_proj", "layers.1.mlp"]},
@@ -370,6 +371,7 @@ REFUSED = {
     "no method": ({"bits": 4}, "quant_method is None"),
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),
     "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
     "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),
     "e5m2": (QWEN | {"fmt": "e5m2"}, "fmt is 'e5m2'; only 'e4m3' is supported"),

@@ -424,7 +424,7 @@ def test_refused_before_weights_are_read(tmp_path, name):
 # What tools of 2025 and 2026 write beside what the formats need.
 RECORDS = {
     "GPTQModel, gptq": ("gptq", {
-        "method": "gptq", "format": "gptq", "act_group_aware": True, "static_groups": False, "mse": 0.0,
+        "method": "gptq", "format": "gptq", "hyb_act": False, "pack_impl": "gpu", "act_group_aware": True, "static_groups": False, "mse": 0.0,
         "meta": {"quantizer": ["gptqmodel:7.3.4"], "fallback": {"strategy": "rtn", "threshold": "0.5%", "smooth": None}},
     }),
     "GPTQModel, awq": ("awq", {

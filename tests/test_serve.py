@@ -196,6 +196,12 @@ def test_echo(llm, http):
         assert joined["tokens"] == texts and joined["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
         assert joined["token_logprobs"][0] is joined["top_logprobs"][0] is None
         np.testing.assert_allclose(joined["token_logprobs"][1:], expected[1:], atol=1e-5)
+    whole = post(http, COMPLETIONS, prompt="473+89=", **options | {"max_tokens": 0}, return_token_ids=True)  # the prompt's score alone
+    (part,) = streamed(http.post(COMPLETIONS, json={"prompt": "473+89=", "stream": True} | options | {"max_tokens": 0})).values()
+    assert (alone := whole["choices"][0])["text"] == part["text"] == "473+89=" and alone["finish_reason"] == part["finish_reason"] == "length"
+    assert part["logprobs"] == [alone["logprobs"]] and alone["logprobs"] == {key: values[: len(ids)] for key, values in joined.items()}
+    assert alone["token_ids"] == [] and alone["prompt_token_ids"] == ids
+    assert (whole["usage"]["completion_tokens"], whole["usage"]["total_tokens"]) == (0, len(ids))
     one, other = post(http, COMPLETIONS, prompt=["1+1=", "2+2="], echo=True, max_tokens=0)["choices"]
     assert (one["text"], other["text"], one["logprobs"]) == ("1+1=", "2+2=", None)
     assert [each["text"][:4] for each in post(http, COMPLETIONS, prompt="1+1=", echo=True, n=2, temperature=1)["choices"]] == ["1+1="] * 2

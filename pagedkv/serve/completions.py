@@ -11,7 +11,6 @@ from starlette.requests import Request
 from pagedkv.engine.text.detokenizer import Detokenizer
 
 from .answers import Answers, Piece
-from .errors import ApiError
 from .logprobs import top_of
 from .model import ServedModel
 from .schema import CompletionRequest, params_of, prompts_of
@@ -29,11 +28,8 @@ async def completions(server: Server, request: Request) -> Reply:
     model = server.model
     params = params_of(body, model.default_params, model.vocab_size, max_tokens=max_tokens, logprobs=body.logprobs)
     params = replace(params, structured_outputs=shape_of(body))
-    if body.echo and body.logprobs is not None:
-        if max_tokens == 0:
-            text = "max_tokens is 0 but must be at least 1 for the logprobs of an echo"
-            raise ApiError(400, text, param="max_tokens")
-        params = replace(params, prompt_logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:  # without a token to sample no prompt is computed
+        params = replace(params, prompt_logprobs=body.logprobs, max_tokens=max(max_tokens, 1))
     return server.reply(body, prompts_of("prompt", body.prompt), params, CompletionForm(server, body, name), headers)
 
 
@@ -46,6 +42,9 @@ class CompletionForm(Form):
         self._texts: dict[int, Detokenizer] = {}  # by answer
 
     def choice(self, piece: Piece, answers: Answers) -> dict[str, Any]:
+        if self._is_echo_alone:
+            end = piece.finish_reason and "length"
+            piece = replace(piece, text="", token_ids=[], logprobs=[], finish_reason=end, stop_reason=None)
         is_first = piece.index not in self._offsets
         self._offsets.setdefault(piece.index, 0)
         text, found = piece.text, TokenTexts(self.model)
@@ -67,9 +66,19 @@ class CompletionForm(Form):
         is_start = self._echoes and piece.index not in self._offsets
         return [self.choice(piece, answers)] if is_start or self.is_shown(piece) else []
 
+    def usage(self, answers: Answers) -> dict[str, Any]:
+        usage = answers.usage()
+        if self._is_echo_alone:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
     @property
     def _echoes(self) -> bool:
         return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+
+    @property
+    def _is_echo_alone(self) -> bool:
+        return self._echoes and self.request.max_tokens == 0
 
     def _prompt_text(self, piece: Piece, answers: Answers) -> str:
         """As it was given; of token ids what they say, where the model has texts."""

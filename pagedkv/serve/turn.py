@@ -108,9 +108,8 @@ def _apply_effort(effort: str | None, variables: dict[str, Any], template: str, 
 
 
 def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """As templates need them, vLLM's way: the arguments of calls are dicts, which others write as JSON; content that is
-    null is an empty text, which QwQ's and the first Qwen3's take apart; an empty list of calls is none; and "system"
-    stands for the role "developer", which few templates know."""
+    """With the arguments of calls as dicts, which some templates need and others write as JSON; and "system" for the
+    role "developer", which few templates know."""
     if '"developer"' not in template and "'developer'" not in template:
         messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     for i, message in enumerate(messages):
@@ -120,8 +119,6 @@ def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, A
             raise ApiError(400, text, param="messages")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
             raise ApiError(400, f"messages[{i}]: tool_calls is no list of calls", param="messages")
-    absent = {"content": "", "tool_calls": None}
-    messages = [{**each, **{key: each.get(key) or value for key, value in absent.items()}} for each in messages]
     return parse_arguments(messages)
 
 

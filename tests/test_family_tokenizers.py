@@ -173,6 +173,12 @@ def test_an_answer_goes_on_where_a_text_ends(tmp_path, name):
             assert "".join(each.text for each in llm.stream(prompt, params)) == output.text
             (output,) = llm.generate([output.prompt_token_ids], params, use_tqdm=False)
             assert output.text == library.decode(output.token_ids) == "".join(each.text for each in llm.stream(output.prompt_token_ids, params))
+        chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "The"}]
+        options = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}", "continue_final_message": True}
+        (output,) = llm.chat(chat, params, use_tqdm=False, **options)
+        before, whole = (library.decode(ids) for ids in (output.prompt_token_ids, output.prompt_token_ids + output.token_ids))
+        assert output.prompt == "foxThe" and before + output.text == whole and output.text[0] == " "
+        assert "".join(each.text for each in llm.stream(chat, params, **options)) == output.text
 
 
 CHATS = [

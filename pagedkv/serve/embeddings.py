@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedkv.engine.outputs import EmbeddingOutput
+from pagedkv.engine.requests.prompts import ids_of
 
 from .errors import ApiError, json_response, of_engine
 from .schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, check_messages, prompts_of, salt_of
@@ -77,10 +78,11 @@ async def tokenize(server: Server, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt or messages must be given, one of the two", param="prompt")
     if body.messages is not None:
-        ids = await asyncio.to_thread(
+        prompt = await asyncio.to_thread(
             model.encode_chat, check_messages(body.messages), body.chat_template_kwargs, body.add_generation_prompt,
             body.continue_final_message, body.tools,
         )  # fmt: skip
+        ids = ids_of(prompt)
     else:
         ids = await asyncio.to_thread(model.encode, body.prompt or "", body.add_special_tokens is not False)
     return json_response({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}, headers=headers)

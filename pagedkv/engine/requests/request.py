@@ -158,7 +158,8 @@ class Request:
 
     @property
     def continues_text(self) -> bool:
-        """A text goes on in its answer; token ids, those of a chat among them, have one that begins."""
+        """A text goes on in its answer, and so does the last message of a chat that asks for it. Token ids, those of
+        other chats among them, have an answer that begins a text."""
         return self.prompt is not None
 
     @property

@@ -196,8 +196,9 @@ class ChatOptions(TypedDict, total=False):
 
 def encode_chats(
     folder: Path, tokenizer: Tokenizer, chats: SequenceOf[Any], options: ChatOptions
-) -> list[list[int]]:
-    """The token ids of chats. A template writes the special tokens itself."""
+) -> list[Any]:
+    """The token ids of chats; with their texts where answers go on with them, see Request.continues_text. A template
+    writes the special tokens itself."""
     check_names("chat()", options, list(ChatOptions.__annotations__))
     variables: dict[str, Any] = dict(options)
     chat_template, enable_thinking = variables.pop("chat_template", None), variables.pop("enable_thinking", None)
@@ -213,7 +214,10 @@ def encode_chats(
     for chat in plain_chats:
         check_text_only(chat)
     texts = [template.render(chat, **variables) for chat in plain_chats]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    if not options.get("continue_final_message"):
+        return encoded
+    return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
 
 MAX_CHARS = 1 << 26  # of a rendered chat

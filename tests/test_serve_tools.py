@@ -30,6 +30,7 @@ from tool_models import (
 )
 
 from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
@@ -260,6 +261,23 @@ def test_messages_without_content_or_calls(folder):
     with server as (url, _), httpx.Client(base_url=url) as http:
         post(http, CHAT, messages=history, tools=TOOLS)
         assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
+
+
+def test_tokens_of_a_conversation_are_those_of_the_chat(folder):
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}{# <tool_call> #}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days":3}'}}
+    history = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "c"}]
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        for options in ({"tools": strict}, {"tools": []}, {}, {"continue_final_message": True}):
+            post(http, CHAT, messages=history, **options)
+            assert post(http, "/tokenize", messages=history, **options)["tokens"] == ids_of(client.seen[-1][0])
+        text = Tokenizer(folder).decode(client.seen[0][0])
+        assert text.endswith('system:auser:bassistant:{"days": 3}tool:c') and "strict" not in text
 
 
 def test_a_conversation_with_calls(folder):

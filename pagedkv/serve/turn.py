@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import NoneType
@@ -16,7 +17,7 @@ from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel
 from .parser import Parser
-from .schema import ChatRequest, check_messages, params_of
+from .schema import ChatRequest, TokenizeRequest, check_messages, params_of
 from .server import Server, warn
 from .structured import as_format, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
@@ -82,14 +83,23 @@ def _write(
     """The template, the prompt that it writes, and the state in which the answer begins. It may take long."""
     given = tools.definitions if tools.may_be_called else None
     template = model.template(given)
-    messages = _messages(check_messages(body.messages), template)
     variables = dict(body.chat_template_kwargs or {})
     _apply_effort(body.reasoning_effort, variables, template, headers)
-    prompt = model.encode_chat(messages, variables, body.add_generation_prompt, body.continue_final_message, given)
+    messages, prompt = encode_messages(model, body, given, template, variables)
     if not model.has_thoughts(template):
         return template, prompt, "answer"
     goes_on = body.continue_final_message
     return template, prompt, _start(messages[-1]) if goes_on else _start_of_ids(model.decode(prompt[-TAIL:]))
+
+
+def encode_messages(
+    model: ServedModel, body: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, template: str,
+    variables: Mapping[str, Any] | None,
+) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
+    """The messages as the template gets them, and the prompt: see encode_chats()."""
+    messages = _messages(check_messages(body.messages), template)
+    goes_on = body.continue_final_message
+    return messages, model.encode_chat(messages, variables, body.add_generation_prompt, goes_on, tools)
 
 
 def _max_tokens(body: ChatRequest, default: int | None) -> int | None:

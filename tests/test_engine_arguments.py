@@ -100,6 +100,8 @@ def test_parameters_for_each_prompt(llm):
             generate(llm, ["a", "b", "c"], wrong)
     with pytest.raises(TypeError, match="which is no SamplingParams"):
         generate(llm, ["a"], [{"max_tokens": 3}])
+    with pytest.raises(TypeError, match="sampling_params is {'max_tokens': 3} but must be SamplingParams, or a list"):
+        generate(llm, ["a"], {"max_tokens": 3})
 
 
 def test_unknown_options(llm, folder):
@@ -168,6 +170,7 @@ BAD_OPTIONS = [
     ({"max_model_len": 257}, ValueError, "max_model_len is 257 but the model was made for 256"),
     ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
     ({"kv_cache_memory": 100}, ValueError, "kv_cache_memory is 100 bytes but one page needs 16384"),
+    ({"swap_space": 4}, ValueError, "swap_space is 4 bytes but one page needs 16384"),  # of other engines: in GiB
     ({"kv_cache_memory": "1GB"}, TypeError, "kv_cache_memory is '1GB' but must be an integer"),
     ({"kv_cache_memory": 1 << 20, "num_blocks": 4}, ValueError, "num_blocks and kv_cache_memory both"),
     ({"eviction": "fifo"}, ValueError, "eviction is 'fifo' but must be reuse or lru"),

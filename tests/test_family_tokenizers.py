@@ -158,6 +158,29 @@ def test_streamed_text_is_the_whole_text(tmp_path, name, skips, seed):
     assert num_split > 100  # characters that came in several tokens
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_an_answer_goes_on_where_a_text_ends(tmp_path, name):
+    """The text and its answer are the text of all tokens: a space of SentencePiece between the two is there, too. What
+    answers a chat, or token ids, begins a text."""
+    folder, library = write(tmp_path, name), made(name)
+    ids_of_words = [i for i in library.encode("quick brown fox 12", add_special_tokens=False).ids if library.id_to_token(i)[0] in "▁Ġ"]
+    params = SamplingParams(temperature=9.0, seed=3, max_tokens=5, allowed_token_ids=ids_of_words)
+    with LLM(folder, device="cpu", block_size=4, num_blocks=64) as llm:
+        for prompt in ("The", "The ", "The\n", "12 é"):
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            before, whole = (library.decode(ids) for ids in (output.prompt_token_ids, output.prompt_token_ids + output.token_ids))
+            assert before + output.text == whole and output.text[0] == " "
+            assert "".join(each.text for each in llm.stream(prompt, params)) == output.text
+            (output,) = llm.generate([output.prompt_token_ids], params, use_tqdm=False)
+            assert output.text == library.decode(output.token_ids) == "".join(each.text for each in llm.stream(output.prompt_token_ids, params))
+        chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "The"}]
+        options = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}", "continue_final_message": True}
+        (output,) = llm.chat(chat, params, use_tqdm=False, **options)
+        before, whole = (library.decode(ids) for ids in (output.prompt_token_ids, output.prompt_token_ids + output.token_ids))
+        assert output.prompt == "foxThe" and before + output.text == whole and output.text[0] == " "
+        assert "".join(each.text for each in llm.stream(chat, params, **options)) == output.text
+
+
 CHATS = [
     [{"role": "user", "content": "Hi there"}],
     [{"role": "user", "content": " 12 é"}, {"role": "assistant", "content": "fox"}, {"role": "user", "content": "quick\n\nbrown 漢"}],

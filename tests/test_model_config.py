@@ -115,6 +115,7 @@ REFUSED = {
     "text": ({"vocab_size": "97"}, ValueError, "vocab_size is '97' but must be a positive integer"),
     "quantisation": ({"quantization_config": ["fp8"]}, ValueError, r"quantization_config is \['fp8'\] but must be an object"),
     "eos": ({"eos_token_id": "x"}, ValueError, "eos_token_id is 'x'"),
+    "eos of the other file": ({"generation": {"eos_token_id": "x"}}, ValueError, "generation_config.json: eos_token_id is 'x'"),
     "eos, a flag": ({"eos_token_id": [3, True]}, ValueError, r"eos_token_id is \[3, True\] but must be an integer"),
     "odd heads": ({"head_dim": 10}, NotImplementedError, "head_dim is 10; only multiples of 8 up to 256 are supported"),
     "wide heads": ({"head_dim": 264}, NotImplementedError, "head_dim is 264; only multiples of 8 up to 256 are supported"),

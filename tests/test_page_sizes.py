@@ -216,7 +216,7 @@ def test_the_engine_gives_the_same_tokens(tmp_path, device):
     tokens = {}
     for block_size in PAGE_SIZES:
         pages = {"block_size": block_size, "num_blocks": max(600 // block_size, 3), "max_num_seqs": 8}
-        with LLM(folder, device=device, **pages, swap_space=100_000, max_num_batched_tokens=64) as llm:
+        with LLM(folder, device=device, **pages, swap_space=1 << 20, max_num_batched_tokens=64) as llm:
             poison(llm)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             outputs += llm.generate(prompts, params, use_tqdm=False)  # from the cache, where pages are small enough

@@ -105,9 +105,11 @@ def test_activations_of_16_bits(tmp_path, name, dtype, device):
 
 IGNORED = {  # names that are not: as lists have them; and other entries, which name no product
     "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.k_proj", "mlp.gate", "model.layers.1.mlp", "up"]},
+    "fp8, small blocks": {"modules_to_not_convert": None, "ignored_layers": ["lm_head", "model.layers.0.self_attn.k_proj", "layers.1.mlp"]},
     "packed": {"ignore": ["lm_head", "model.layers.0.self_attn.k_proj", "re:.*layers\\.1\\.mlp.*", "k_proj", "re:up_proj"]},
     "fp8, tensor": {"ignore": ["re:lm_.*", "re:model.layers.0.self_attn.k_proj", "re:.*1.mlp.*_proj$"]},
     "awq": {"modules_to_not_convert": ["layers.0.self_attn.k_proj", "layers.1.mlp"]},
+    "gptq": {"dynamic": {r"-:.*\.0\.self_attn\.k_proj$": {}, "-:model.layers.1.mlp": {}, "-:up_proj": {}}},
 }
 PLAIN = ("layers.0.self_attn.k_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
 
@@ -369,6 +371,7 @@ REFUSED = {
     "no method": ({"bits": 4}, "quant_method is None"),
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),
     "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
     "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),
     "e5m2": (QWEN | {"fmt": "e5m2"}, "fmt is 'e5m2'; only 'e4m3' is supported"),
@@ -376,13 +379,17 @@ REFUSED = {
     "names": (QWEN | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head' but must be a list of names"),
     "awq, 8 bits": (AWQ | {"bits": 8}, "quantization_config.bits is 8; only 4 is supported"),
     "awq, gemv": (AWQ | {"version": "gemv"}, "version is 'gemv'; only 'gemm'"),
-    "awq, no zeros": (AWQ | {"zero_point": False}, "zero_point is False; only True is supported"),
+    "awq, two methods": (AWQ | {"method": "gptq"}, "quantization_config.method is 'gptq'; only 'awq' is supported"),
+    "awq, activations": (AWQ | {"act_bits": 8}, "act_bits is 8; only 16 is supported"),
     "awq, group": (AWQ | {"group_size": 12}, "group_size is 12 but must be a multiple of 8, or -1"),
     "awq, no group": (AWQ | {"group_size": None}, "group_size is None but must be"),
     "gptq, 8 bits": (GPTQ | {"bits": 8}, "quantization_config.bits is 8; only 4 is supported"),
     "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; only 'gptq' or 'gptq_v2'"),
     "gptq, two formats": (GPTQ | {"format": "gptq_v2"}, "checkpoint_format is 'gptq' but format is 'gptq_v2'"),
-    "gptq, by module": (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic is .*; only {} is supported"),
+    "gptq, floats": (GPTQ | {"data_type": "mx_fp"}, "data_type is 'mx_fp'; only 'int' is supported"),
+    "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic holds '\+:\.\*down\.\*'; only"),
+    "gptq, rules": (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:\.\*down\.\*'\] but must be an object"),
+    "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '-:\(', which is no pattern"),
     "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize is .*; only None"),
     "int8": (with_weights(bits=8), "group_0.weights.num_bits is 8; only 4 is supported"),
     "w8a8": (with_weights(bits=8, strategy="channel", form="int-quantized"), "num_bits is 8; only 4"),
@@ -412,6 +419,37 @@ def test_refused_before_weights_are_read(tmp_path, name):
     with pytest.raises((ValueError, NotImplementedError), match=message) as caught:
         read_spec(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+# What tools of 2025 and 2026 write beside what the formats need.
+RECORDS = {
+    "GPTQModel, gptq": ("gptq", {
+        "method": "gptq", "format": "gptq", "hyb_act": False, "pack_impl": "gpu", "act_group_aware": True, "static_groups": False, "mse": 0.0,
+        "meta": {"quantizer": ["gptqmodel:7.3.4"], "fallback": {"strategy": "rtn", "threshold": "0.5%", "smooth": None}},
+    }),
+    "GPTQModel, awq": ("awq", {
+        "method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": False, "lm_head": False,
+        "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:7.3.4"]}, "zero_point": False,  # zeros of 8
+    }),
+    "AutoRound, gptq": ("gptq", {
+        "amp": True, "autoround_version": "0.4.4", "batch_size": 8, "block_name_to_quantize": None, "data_type": "int",
+        "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
+        "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005, "minmax_lr": 0.005,
+        "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048,
+    }),
+    "AutoRound, awq": ("awq", {
+        "act_bits": 16, "autoround_version": "0.9.0", "data_type": "int", "iters": 0, "provider": "auto-round", "sym": False,
+        "static_attention_granularity": "tensor", "static_kv_granularity": "tensor", "supported_types": ["Linear"],
+        "to_quant_block_names": "model.layers",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_of_tools(tmp_path, name):
+    form, records = RECORDS[name]
+    values = write_quantised(tmp_path / "small", FORMATS[form], quantization=records)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), "cpu")
 
 
 def test_what_transformers_writes():

@@ -21,6 +21,7 @@ import httpx
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, events_of, post, serving, streamed
+from test_family_tokenizers import write
 from tool_models import saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
@@ -195,9 +196,37 @@ def test_echo(llm, http):
         assert joined["tokens"] == texts and joined["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
         assert joined["token_logprobs"][0] is joined["top_logprobs"][0] is None
         np.testing.assert_allclose(joined["token_logprobs"][1:], expected[1:], atol=1e-5)
+    whole = post(http, COMPLETIONS, prompt="473+89=", **options | {"max_tokens": 0}, return_token_ids=True)  # the prompt's score alone
+    (part,) = streamed(http.post(COMPLETIONS, json={"prompt": "473+89=", "stream": True} | options | {"max_tokens": 0})).values()
+    assert (alone := whole["choices"][0])["text"] == part["text"] == "473+89=" and alone["finish_reason"] == part["finish_reason"] == "length"
+    assert part["logprobs"] == [alone["logprobs"]] and alone["logprobs"] == {key: values[: len(ids)] for key, values in joined.items()}
+    assert alone["token_ids"] == [] and alone["prompt_token_ids"] == ids
+    assert (whole["usage"]["completion_tokens"], whole["usage"]["total_tokens"]) == (0, len(ids))
     one, other = post(http, COMPLETIONS, prompt=["1+1=", "2+2="], echo=True, max_tokens=0)["choices"]
     assert (one["text"], other["text"], one["logprobs"]) == ("1+1=", "2+2=", None)
     assert [each["text"][:4] for each in post(http, COMPLETIONS, prompt="1+1=", echo=True, n=2, temperature=1)["choices"]] == ["1+1="] * 2
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Mistral 0.1", "Mistral 0.3"])
+def test_where_tokens_of_an_echo_begin(tmp_path, name):
+    """In the text that comes, though the prompt has special tokens, one is added before it, and others lack a space."""
+    folder = write(tmp_path, name)
+    special = "<|eot_id|>" if name == "Llama 3" else "</s>"
+    prompt = f"The  quick{special} é\U0001f98a12 {special}brown"
+    with LLM(folder, **ENGINE) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        ids = llm.tokenizer.encode(prompt)
+        for skips in (True, False):
+            body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, "skip_special_tokens": skips, "temperature": 0}
+            choice = post(http, COMPLETIONS, **body)["choices"][0]
+            (part,) = streamed(http.post(COMPLETIONS, json=body | {"stream": True})).values()
+            tokens, starts = (choice["logprobs"][key] for key in ("tokens", "text_offset"))
+            assert choice["text"].startswith(prompt) and len(tokens) == len(ids) + 2
+            assert starts == [start for each in part["logprobs"] for start in each["text_offset"]]
+            assert starts[:2] == [0, 0] and starts == sorted(starts) and starts[len(ids)] == len(prompt)
+            for token, start in list(zip(tokens, starts, strict=True))[2 : len(ids)]:
+                assert prompt[start:].startswith((token.strip() or " ", token)) or token == "\ufffd"
+            at = [start for token, start in zip(tokens, starts, strict=True) if token == special][:2]
+            assert at == [10, len(prompt) - 5 - len(special)]
 
 
 def test_usage_of_streams(http):

@@ -230,7 +230,8 @@ def test_what_goes_into_a_message(http):
     assert post(http, MESSAGES, max_tokens=9, messages=messages, tools=CUSTOM)["stop_reason"] == "tool_use"
     prefilled = [*HI, {"role": "assistant", "content": "<think>\n\n</think>\n\nIt is"}]
     post(http, MESSAGES, max_tokens=9, messages=prefilled)
-    assert Tokenizer(http.client.folder).decode(http.client.seen[-1][0]).endswith("It is")
+    prompt = http.client.seen[-1][0]  # with its text, which the answer goes on with
+    assert Tokenizer(http.client.folder).decode(prompt["prompt_token_ids"]).endswith("It is") and prompt["prompt"].endswith("It is")
     bad = [
         ({}, "max_tokens is missing"), ({"max_tokens": 5, "messages": []}, "messages is missing"), ({"max_tokens": 5, "messages": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0] is of type 'image'"),

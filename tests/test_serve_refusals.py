@@ -47,7 +47,6 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "1", "priority": 2**40}, "priority", "priority is"),
     (COMPLETIONS, {"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     (COMPLETIONS, {"prompt": "1", "stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),
-    (COMPLETIONS, {"prompt": "1", "echo": True, "logprobs": 0, "max_tokens": 0}, "max_tokens", "at least 1 for the logprobs"),
     (CHAT, {"messages": MESSAGES, "echo": True}, "echo", "not served"),
     (COMPLETIONS, {}, "prompt", "prompt is missing"),
     (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),

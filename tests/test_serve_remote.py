@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from inspect import signature
 
 import numpy as np
@@ -20,6 +21,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import DEMO, ENGINE
+from test_family_tokenizers import write
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.client import EngineClient
@@ -187,6 +189,22 @@ def test_views_and_explanations(llm, monkeypatch):
                 await pending
 
     asyncio.run(main())
+
+
+def test_an_answer_goes_on_where_a_text_ends(tmp_path):
+    """The engine, which makes the parts of texts, gets token ids alone: it must know whether they were a text."""
+    with LLM(write(tmp_path, "Mistral 0.1"), **ENGINE) as llm:
+        ids = llm.tokenizer.encode("The")
+        params = SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=llm.tokenizer.encode("a", add_special_tokens=False)[:1])
+
+        async def main():
+            async with connected(llm) as (client,):
+                for prompt, text in (("The", "   "), ({"prompt": "The", "prompt_token_ids": ids}, "   "), (ids, "  ")):
+                    for kind in RequestOutputKind:
+                        found, _ = await everything(client, prompt, replace(params, output_kind=kind))
+                        assert found[0] == {0: text} and found[4] == ids, (prompt, kind)
+
+        asyncio.run(main())
 
 
 def test_adapters(tmp_path):

@@ -30,6 +30,7 @@ from tool_models import (
 )
 
 from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
@@ -242,6 +243,41 @@ def test_special_tokens_stay_where_they_mean_something(folder):
         client.seen.pop()
         post(http, CHAT, messages=MESSAGES)
         assert [params.skip_special_tokens for _, params in client.seen] == [False, True]
+
+
+def test_messages_without_content_or_calls(folder):
+    """null beside calls, as OpenAI's clients send an answer back, where templates take the content apart (those of QwQ
+    and of the first Qwen3 do); an empty list of calls, where they count them (Llama 3.2's)."""
+    template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id }}{{ raise_exception('no calls') if m.tool_calls | length != 1 }}"
+        "{% endif %}[{{ m.content.split('</think>')[-1] }}]{% endfor %}{# <tool_call> #}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1"},
+        {"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "b", "tool_calls": []},
+    ]  # fmt: skip
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        post(http, CHAT, messages=history, tools=TOOLS)
+        assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
+
+
+def test_tokens_of_a_conversation_are_those_of_the_chat(folder):
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}{# <tool_call> #}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days":3}'}}
+    history = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "c"}]
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        for options in ({"tools": strict}, {"tools": []}, {}, {"continue_final_message": True}):
+            post(http, CHAT, messages=history, **options)
+            assert post(http, "/tokenize", messages=history, **options)["tokens"] == ids_of(client.seen[-1][0])
+        text = Tokenizer(folder).decode(client.seen[0][0])
+        assert text.endswith('system:auser:bassistant:{"days": 3}tool:c') and "strict" not in text
 
 
 def test_a_conversation_with_calls(folder):

@@ -164,6 +164,14 @@ def test_a_shard_without_its_index(tmp_path):
         LLM(folder, device="cpu")
 
 
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "consolidated.00.pth", "weights.npz"])
+def test_weights_of_another_format(tmp_path, name):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(FileNotFoundError, match=f"{name} but no model.safetensors: convert it"):
+        LLM(folder, device="cpu")
+
+
 def test_a_folder_without_weights(tmp_path):
     """Other engines serve uninitialised weights without an error."""
     folder = write_model(tmp_path)

@@ -12,6 +12,7 @@ from served import events_of, serving
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.text.tokenizer import Tokenizer as ModelTokenizer
 from pagedkv.serve.model import ServedModel
@@ -92,7 +93,7 @@ class ScriptedClient:
             self.num_running -= 1
 
     def _output(self, prompt, parts, is_last):
-        ids = list(prompt) if not isinstance(prompt, str) else [3]
+        ids = [3] if isinstance(prompt, str) else list(ids_of(prompt))
         outputs = [CompletionOutput(index, text, [3], None, None, finish, stop) for index, text, finish, stop in parts]
         return RequestOutput("0", None, ids, None, outputs, is_last, None, 0, RequestMetrics(0.0, 0.0, 0.0, 0))
 

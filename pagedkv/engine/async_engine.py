@@ -119,9 +119,9 @@ class AsyncEngine(EngineClient):
         """Yields the outputs of the answer to a chat, as generate() does. LLM.chat() describes the options. The
         template runs in another thread."""
         folder, tokenizer = self.engine.folder, self.engine.tokenizer
-        (token_ids,) = await asyncio.to_thread(encode_chats, folder, tokenizer, [messages], options)
+        (prompt,) = await asyncio.to_thread(encode_chats, folder, tokenizer, [messages], options)
         outputs = self._outputs(
-            token_ids, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
+            prompt, params, lora_request=lora_request, priority=priority, salt=salt, request_id=request_id
         )
         async with aclosing(outputs):
             async for output in outputs:

@@ -71,6 +71,7 @@ def build(
     gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
     step = step_size(options.max_num_seqs, options.max_num_batched_tokens, spec, dtype, gpu_bytes)
     num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
+    num_host_blocks = pages_of_memory(options.swap_space, bytes_per_page, "swap_space") if options.swap_space else 0
     gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
     start = time.perf_counter()
@@ -111,7 +112,7 @@ def build(
             options.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
             eviction=options.eviction,
-            num_host_blocks=options.swap_space // bytes_per_page,
+            num_host_blocks=num_host_blocks,
         )
         runner.allocate(manager)
         memory.count("pool")

@@ -134,7 +134,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
         "dtype": dtype,
         "rope": parse_rope(raw, max_position_embeddings),
-        "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation),
+        "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation, "generation_config.json: "),
         "quantization": parse_quantization(raw),
     }
 
@@ -207,9 +207,9 @@ def _check_kind(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> None:
         raise NotImplementedError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
 
 
-def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
+def _eos_token_ids(raw: Mapping[str, Any], where: str = "") -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"eos_token_id is {value!r} but must be an integer or a list of integers")
+        raise ValueError(f"{where}eos_token_id is {value!r} but must be an integer or a list of integers")
     return frozenset(ids)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+OTHERS = "pytorch_model*.bin", "consolidated*.safetensors", "*.gguf", "*.pth", "*.npz"  # formats that are not read
 SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
 
@@ -66,7 +67,7 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _only_file(folder: Path) -> Path:
     paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    others = [*sorted(folder.glob("pytorch_model*.bin")), *sorted(folder.glob("consolidated*.safetensors"))]
+    others = [path for pattern in OTHERS for path in sorted(folder.glob(pattern))]
     shard = SHARD.search(paths[0].name) if len(paths) == 1 else None
     if len(paths) == 1 and (shard is None or int(shard[1]) == 1):
         return paths[0]

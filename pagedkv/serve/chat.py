@@ -20,7 +20,7 @@ from .turn import ThoughtCounter, Turn, prepare
 async def chat(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ChatRequest)
     turn = await prepare(server, body, headers)
-    return server.reply(body, [turn.token_ids], turn.params, ChatForm(server, body, turn), headers)
+    return server.reply(body, [turn.prompt], turn.params, ChatForm(server, body, turn), headers)
 
 
 class ChatForm(Form):

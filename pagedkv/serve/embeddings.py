@@ -14,11 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedkv.engine.outputs import EmbeddingOutput
+from pagedkv.engine.requests.prompts import ids_of
 
 from .errors import ApiError, json_response, of_engine
-from .schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, check_messages, prompts_of, salt_of
+from .schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, prompts_of, salt_of
 from .server import Server
 from .sse import JSON, Reply
+from .tools import read_tools
+from .turn import encode_messages
 
 
 async def embeddings(server: Server, request: Request) -> Reply:
@@ -77,10 +80,9 @@ async def tokenize(server: Server, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt or messages must be given, one of the two", param="prompt")
     if body.messages is not None:
-        ids = await asyncio.to_thread(
-            model.encode_chat, check_messages(body.messages), body.chat_template_kwargs, body.add_generation_prompt,
-            body.continue_final_message, body.tools,
-        )  # fmt: skip
+        tools = read_tools(body.tools, None, None).definitions or None
+        how = model, body, tools, model.template(tools), body.chat_template_kwargs
+        ids = ids_of((await asyncio.to_thread(encode_messages, *how))[1])
     else:
         ids = await asyncio.to_thread(model.encode, body.prompt or "", body.add_special_tokens is not False)
     return json_response({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}, headers=headers)

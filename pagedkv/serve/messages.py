@@ -43,7 +43,7 @@ async def messages(server: Server, request: Request) -> Reply:
     if body.max_tokens is None:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
     turn = await prepare(server, as_chat(server, body), headers)
-    answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
     writer = MessageWriter(turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=_last)

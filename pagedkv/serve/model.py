@@ -84,7 +84,8 @@ class ServedModel:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         tools: list[dict[str, Any]] | None = None,
-    ) -> list[int]:
+    ) -> Any:
+        """See encode_chats()."""
         for name in variables or {}:
             if name in RESERVED:
                 text = f"chat_template_kwargs holds {name!r}, which is no variable of a template"
@@ -95,10 +96,10 @@ class ServedModel:
             "tools": tools,
         }  # fmt: skip
         try:
-            (ids,) = encode_chats(self.folder, self.tokenizer, [messages], options)
+            (prompt,) = encode_chats(self.folder, self.tokenizer, [messages], options)
         except (TypeError, ValueError, RecursionError, FileNotFoundError) as error:
             raise of_request(error) from error
-        return ids
+        return prompt
 
     def call_format(self, template: str) -> CallFormat | None:
         """How calls are written; None: the template says nothing of it that is known."""
@@ -138,10 +139,10 @@ class ServedModel:
             raise ApiError(400, "the model has no tokenizer.json: there are no texts, only token ids")
 
     def token_text(self, token_id: int) -> str:
-        """What the token is by itself: "\\ufffd" where it holds a part of a character."""
+        """What the token is within a text: "\\ufffd" where it holds a part of a character."""
         if not self.tokenizer.exists:
             return f"token_id:{token_id}"
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, goes_on=True)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """None: it is a part of a character, and nobody knows which."""

@@ -149,9 +149,11 @@ class RemoteEngine(asyncio.Protocol, EngineClient):
             name, params, stream, params.output_kind, self._tokenizer, prompt=text, token_ids=ids, start_time=start,
             normalizes=normalizes,
         )  # fmt: skip
+        # The engine needs to know that there was a text, and not which.
+        encoded = ids if text is None else {"prompt": "", "prompt_token_ids": ids}
         try:
             try:
-                self._send("generate", number, served if error else ids, params, options | {"request_id": name})
+                self._send("generate", number, served if error else encoded, params, options | {"request_id": name})
             except (pickle.PicklingError, AttributeError) as problem:  # of a function that has no name, say
                 raise TypeError(f"mask is {params.mask!r}, which the engine's process cannot get: {problem}") from None
             while True:

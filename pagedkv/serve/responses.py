@@ -40,7 +40,7 @@ class ResponsesRequest(Generation):
 async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
     turn = await prepare(server, as_chat(body), headers)
-    answers = server.answers(body, [turn.token_ids], turn.params, turn.name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import NoneType
 from typing import Any
 
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.messages import parse_arguments
 
@@ -15,7 +17,7 @@ from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel
 from .parser import Parser
-from .schema import ChatRequest, check_messages, params_of
+from .schema import ChatRequest, TokenizeRequest, check_messages, params_of
 from .server import Server, warn
 from .structured import as_format, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
@@ -27,13 +29,17 @@ TAIL = 16  # tokens at the end of a prompt, which show whether it has begun the 
 @dataclass
 class Turn:
     name: str  # of the model
-    token_ids: list[int]
+    prompt: Any  # see encode_chats()
     params: SamplingParams
     tools: Tools
     calls: CallFormat | None  # None: what looks like a call is text
     start: str  # see Parser
 
     thoughts_end: int | None  # the token
+
+    @property
+    def token_ids(self) -> list[int]:
+        return ids_of(self.prompt)
 
     def parser(self) -> Parser:
         start = self.start
@@ -52,7 +58,7 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     max_tokens = _max_tokens(body, default.max_tokens)
     params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
-    template, ids, start = await asyncio.to_thread(_write, model, body, tools, headers)
+    template, prompt, start = await asyncio.to_thread(_write, model, body, tools, headers)
     calls = model.call_format(template) if tools.may_be_called else None
     if tools.may_be_called and calls is None:
         text = "tools are given, but the chat template writes none that are known (--tool-call-parser names a format)"
@@ -68,23 +74,32 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
         params = params if grammar is None else replace(params, structured_outputs=of_format(grammar))
     if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
-    return Turn(name, ids, params, tools, calls, start, model.token_id(THINK_END))
+    return Turn(name, prompt, params, tools, calls, start, model.token_id(THINK_END))
 
 
 def _write(
     model: ServedModel, body: ChatRequest, tools: Tools, headers: dict[str, str]
-) -> tuple[str, list[int], str]:
+) -> tuple[str, Any, str]:
     """The template, the prompt that it writes, and the state in which the answer begins. It may take long."""
     given = tools.definitions if tools.may_be_called else None
     template = model.template(given)
-    messages = _messages(check_messages(body.messages), template)
     variables = dict(body.chat_template_kwargs or {})
     _apply_effort(body.reasoning_effort, variables, template, headers)
-    ids = model.encode_chat(messages, variables, body.add_generation_prompt, body.continue_final_message, given)
+    messages, prompt = encode_messages(model, body, given, template, variables)
     if not model.has_thoughts(template):
-        return template, ids, "answer"
+        return template, prompt, "answer"
     goes_on = body.continue_final_message
-    return template, ids, _start(messages[-1]) if goes_on else _start_of_ids(model.decode(ids[-TAIL:]))
+    return template, prompt, _start(messages[-1]) if goes_on else _start_of_ids(model.decode(prompt[-TAIL:]))
+
+
+def encode_messages(
+    model: ServedModel, body: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, template: str,
+    variables: Mapping[str, Any] | None,
+) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
+    """The messages as the template gets them, and the prompt: see encode_chats()."""
+    messages = _messages(check_messages(body.messages), template)
+    goes_on = body.continue_final_message
+    return messages, model.encode_chat(messages, variables, body.add_generation_prompt, goes_on, tools)
 
 
 def _max_tokens(body: ChatRequest, default: int | None) -> int | None:

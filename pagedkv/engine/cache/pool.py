@@ -123,11 +123,11 @@ def _pairs(sources: np.ndarray, destinations: np.ndarray) -> np.ndarray:
 # --- how many pages it has
 
 
-def pages_of_memory(memory: int, bytes_per_page: int) -> int:
+def pages_of_memory(memory: int, bytes_per_page: int, name: str = "kv_cache_memory") -> int:
     """The number of pages that these bytes hold."""
-    memory = check_int("kv_cache_memory", memory, 0)
+    memory = check_int(name, memory, 0)
     if memory < bytes_per_page:
-        raise ValueError(f"kv_cache_memory is {memory} bytes but one page needs {bytes_per_page}")
+        raise ValueError(f"{name} is {memory} bytes but one page needs {bytes_per_page}")
     return memory // bytes_per_page
 
 

@@ -50,6 +50,12 @@ def read_prompt(name: str, prompt: Prompt) -> tuple[str | None, str | SequenceOf
     return text, given["prompt"] if ids is None else ids
 
 
+def ids_of(prompt: Any) -> list[int]:
+    """Of what encode_chats() returns."""
+    ids: list[int] = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+    return ids
+
+
 def takes_long(prompt: Prompt, params: SamplingParams | None, lora_request: object) -> bool:
     """Whether a request takes milliseconds to prepare, for which no event loop should wait: its text is long, an
     adapter may have to be read, or a grammar compiled."""
@@ -98,6 +104,8 @@ def params_of_each(
 ) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or default] * count
+    if not isinstance(given, SequenceOf) or isinstance(given, str):
+        raise TypeError(f"sampling_params is {given!r} but must be SamplingParams, or a list of them")
     params = list(given)
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts")

@@ -152,7 +152,15 @@ class Request:
         for seq in self.sequences:
             seq.bad_words = bad_words
             if needs_text:
-                seq.detokenizer = tokenizer.detokenizer(tuple(params.stop), params.include_stop_str_in_output, skips)
+                seq.detokenizer = tokenizer.detokenizer(
+                    tuple(params.stop), params.include_stop_str_in_output, skips, self.continues_text
+                )
+
+    @property
+    def continues_text(self) -> bool:
+        """A text goes on in its answer, and so does the last message of a chat that asks for it. Token ids, those of
+        other chats among them, have an answer that begins a text."""
+        return self.prompt is not None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -220,7 +228,8 @@ class Request:
         if text is None and params.detokenize and self.tokenizer.exists:
             is_hidden = update.finish_reason == "stop" and not params.include_stop_str_in_output
             shown = ids[:-1] if is_hidden else ids
-            text = self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            skips = params.skip_special_tokens
+            text = self.tokenizer.decode(shown, skip_special_tokens=skips, goes_on=self.continues_text)
         answer = self._answer(update, ids, text, update.logprobs)
         answer.index = index
         return answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,16 +15,7 @@ from pagedkv.checks import check_names
 from pagedkv.models.files import read_json
 from pagedkv.optional import load
 
-from .messages import (
-    REASONING,
-    Chat,
-    check_text_only,
-    join_parts,
-    parse_arguments,
-    plain,
-    plain_dicts,
-    plain_messages,
-)
+from .messages import REASONING, Chat, check_text_only, easier_forms, join_parts, plain, plain_dicts, plain_messages
 from .tokenizer import NamedTokens, Tokenizer
 
 # Marks where the final message ends. Its last character, a space, is missing where the template trims the message.
@@ -36,10 +28,11 @@ class ChatTemplate:
     are None are left out, `reasoning` and `thinking` are found as `reasoning_content`, and objects with model_dump(),
     which the clients of servers return, are taken for dicts.
 
-    Five things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
+    Six things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
     template that would lose the parts, as vLLM does. Arguments of tool calls that are JSON texts become dicts for a
-    template that fails on texts. Each message must have a role. Content must not be a number, which many templates
-    lose. Tools must be JSON schemas, not functions.
+    template that fails on texts. For one that fails where a message with calls has no content, as QwQ's and the first
+    Qwen3's do, it is an empty text, and an empty list of calls is none. Each message must have a role. Content must not
+    be a number, which many templates lose. Tools must be JSON schemas, not functions.
 
     A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
     the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops
@@ -105,10 +98,10 @@ class ChatTemplate:
             try:
                 return run_template(source, variables | {"messages": chat})
             except ValueError:
-                parsed = parse_arguments(chat)
-                if parsed == chat:
-                    raise
-                return run_template(source, variables | {"messages": parsed})
+                for form in easier_forms(chat):
+                    with suppress(ValueError):
+                        return run_template(source, variables | {"messages": form})
+                raise
 
         chat = join_parts(chat, write)
         if not continue_final_message:
@@ -203,8 +196,9 @@ class ChatOptions(TypedDict, total=False):
 
 def encode_chats(
     folder: Path, tokenizer: Tokenizer, chats: SequenceOf[Any], options: ChatOptions
-) -> list[list[int]]:
-    """The token ids of chats. A template writes the special tokens itself."""
+) -> list[Any]:
+    """The token ids of chats; with their texts where answers go on with them, see Request.continues_text. A template
+    writes the special tokens itself."""
     check_names("chat()", options, list(ChatOptions.__annotations__))
     variables: dict[str, Any] = dict(options)
     chat_template, enable_thinking = variables.pop("chat_template", None), variables.pop("enable_thinking", None)
@@ -220,7 +214,10 @@ def encode_chats(
     for chat in plain_chats:
         check_text_only(chat)
     texts = [template.render(chat, **variables) for chat in plain_chats]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    if not options.get("continue_final_message"):
+        return encoded
+    return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
 
 
 MAX_CHARS = 1 << 26  # of a rendered chat

@@ -12,13 +12,24 @@ from functools import cache, partial
 from typing import Any
 
 
-def detokenizers(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[..., Detokenizer]:
+def detokenizers(
+    tokenizer: Any, *, skip_special_tokens: bool, goes_on: bool = False
+) -> Callable[..., Detokenizer]:
     """What makes Detokenizers for this tokenizer (of the `tokenizers` library), given their stop strings. They share
-    the bytes of its tokens, so it should be kept as long as the tokenizer is, and no longer."""
+    the bytes of its tokens, so it should be kept as long as the tokenizer is, and no longer.
+
+    goes_on: another text is before this one: see text_before()."""
     if _is_byte_level(tokenizer):
         return partial(ByteDetokenizer, _BytesOfTokens(tokenizer, skip_special_tokens))
     skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
-    return partial(WindowDetokenizer, tokenizer, skipped)
+    return partial(WindowDetokenizer, tokenizer, skipped, text_before(tokenizer) if goes_on else [])
+
+
+def text_before(tokenizer: Any) -> list[int]:
+    """A token that stands for the text before another one: the space of SentencePiece. Decoders of its kind take away
+    the space with which the first token of all begins, and other tokenizers have no such token."""
+    token_id = tokenizer.token_to_id("\u2581")
+    return [] if token_id is None else [token_id]
 
 
 def bytes_of_tokens(tokenizer: Any) -> Mapping[int, bytes] | None:
@@ -178,12 +189,12 @@ class WindowDetokenizer(Detokenizer):
 
     MAX_HELD = 8  # tokens without text: more than a character has bytes
 
-    def __init__(self, tokenizer: Any, skipped: frozenset[int], *stop: Any) -> None:
+    def __init__(self, tokenizer: Any, skipped: frozenset[int], before: list[int], *stop: Any) -> None:
         super().__init__(*stop)
         self._tokenizer, self._skipped = tokenizer, skipped
-        self._window: list[int] = []
-        self._num_read = 0  # how many of them have been returned, and ...
-        self._read = ""  # ... their text
+        self._window = before[:]
+        self._num_read = len(before)  # how many of them have been returned, and ...
+        self._read = self._decode(before)  # ... their text
 
     def _add(self, token_id: int) -> str:
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:

@@ -169,6 +169,18 @@ def parse_arguments(messages: Chat) -> Chat:
     return [m | {"tool_calls": list(map(_parsed, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
 
 
+def easier_forms(messages: Chat) -> list[Chat]:
+    """For a template that fails: with the arguments of calls as dicts; with an empty text where there is no content and
+    without empty lists of calls; with both."""
+    parsed = parse_arguments(messages)
+    return [form for form in (parsed, _complete(messages), _complete(parsed)) if form != messages]
+
+
+def _complete(messages: Chat) -> Chat:
+    filled = [{**message, "content": message.get("content", "")} for message in messages]
+    return [{key: value for key, value in m.items() if (key, value) != ("tool_calls", [])} for m in filled]
+
+
 def _parsed(call: Any) -> Any:
     if not isinstance(call, Mapping):
         return call

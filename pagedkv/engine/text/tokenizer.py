@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedkv.models.files import read_json, refuse_pointer
 from pagedkv.optional import load
 
-from .detokenizer import Detokenizer, bytes_of_tokens, detokenizers
+from .detokenizer import Detokenizer, bytes_of_tokens, detokenizers, text_before
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +29,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
-        self._detokenizers: dict[bool, Callable[..., Detokenizer]] = {}  # by skip_special_tokens
+        self._detokenizers: dict[tuple[bool, bool], Callable[..., Detokenizer]] = {}  # by skip_special_tokens, goes_on
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.path}>"
@@ -77,15 +78,26 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def starts(self, text: str) -> list[int]:
+        """Where each of its tokens begins in the text, in characters. One that the tokenizer adds begins where the one
+        before it does."""
+        return list(accumulate((start for start, _ in self.library.encode(text).offsets), max))
+
     def encode_words(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each word, as it stands at the start of a text and after a space. As in vLLM, other ways to
         split the same text into tokens are left out."""
         texts = dict.fromkeys(text for word in words for text in (word, " " + word.lstrip()))
         return [ids for ids in (self.encode(text, add_special_tokens=False) for text in texts) if ids]
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, goes_on: bool = False) -> str:
+        """goes_on: another text is before this one, from which a space may part it."""
+        before = self._text_before if goes_on else []
+        text: str = self.library.decode(before + token_ids, skip_special_tokens=skip_special_tokens)
+        return text[len(self.library.decode(before, skip_special_tokens=skip_special_tokens)) :] if before else text
+
+    @cached_property
+    def _text_before(self) -> list[int]:
+        return text_before(self.library)
 
     @cached_property
     def bytes_of_tokens(self) -> Mapping[int, bytes] | None:
@@ -93,13 +105,14 @@ class Tokenizer:
         return bytes_of_tokens(self.library)
 
     def detokenizer(
-        self, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False, skip_special_tokens: bool = True
-    ) -> Detokenizer:
-        """For the tokens of one answer, one at a time."""
-        make = self._detokenizers.get(skip_special_tokens)
+        self, stop: tuple[str, ...] = (), include_stop_str_in_output: bool = False, skip_special_tokens: bool = True,
+        goes_on: bool = False,
+    ) -> Detokenizer:  # fmt: skip
+        """For the tokens of one answer, one at a time; goes_on: see decode()."""
+        make = self._detokenizers.get((skip_special_tokens, goes_on))
         if make is None:
-            make = detokenizers(self.library, skip_special_tokens=skip_special_tokens)
-            self._detokenizers[skip_special_tokens] = make
+            make = detokenizers(self.library, skip_special_tokens=skip_special_tokens, goes_on=goes_on)
+            self._detokenizers[skip_special_tokens, goes_on] = make
         return make(stop, include_stop_str_in_output)
 
 

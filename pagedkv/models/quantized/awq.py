@@ -15,13 +15,19 @@ from ..weight import Part
 from .int4 import ORDER, PER_WORD, int4_part, int4_unit, transposed, unpacked, words, write_along_outputs
 from .keys import HARMLESS, NEUTRAL, checked, group_size, names, names_part_of, num_groups, one_of
 
-FORMAT = {"checkpoint_format": ("gemm",), "format": ("gemm",), "lm_head": (False,)}
+FORMAT = {
+    "checkpoint_format": ("gemm",),
+    "dynamic": ({},),
+    "format": ("gemm",),
+    "lm_head": (False,),
+    "method": ("awq",),
+}
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
     checked(raw, "quant_method bits group_size zero_point version modules_to_not_convert", NEUTRAL | FORMAT, HARMLESS)
     one_of(raw, "bits", (4,), 4)
-    one_of(raw, "zero_point", (True,), True)
+    one_of(raw, "zero_point", (True, False), True)  # false: GPTQModel and AutoRound still write zeros, which are all 8
     one_of(raw, "version", ("gemm", "GEMM"), "gemm")
     return Awq(group_size(raw), names(raw, "modules_to_not_convert"))
 

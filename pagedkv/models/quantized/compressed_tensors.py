@@ -22,7 +22,7 @@ from ..weight import Part
 from .fp8 import block_of, num_blocks, read_fp8
 from .gptq import groups_of_inputs
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, unpacked, words, write_along_inputs
-from .keys import WHERE, checked, group_size, names, num_groups, one_of
+from .keys import WHERE, check_patterns, checked, group_size, names, num_groups, one_of
 
 FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("pack-quantized",)}  # by the type of numbers
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("group", "channel")}
@@ -105,11 +105,7 @@ def _check_activations(given: Any, kind: str, where: str) -> None:
 
 def _patterns(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     found = names(raw, key, where=where)
-    for each in found:
-        try:
-            re.compile(each.removeprefix("re:"))
-        except re.error as error:
-            raise ValueError(f"{where}{key} holds {each!r}, which is no pattern: {error}") from None
+    check_patterns(found, "re:", f"{where}{key}")
     return found
 
 

@@ -25,12 +25,13 @@ from .keys import WHERE, checked, is_router, names, names_part_of, one_of
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
 BLOCK = (128, 128)
+LISTS = "modules_to_not_convert", "ignored_layers"  # of what is not quantised; the second is AutoRound's name
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
     checked(
         raw,
-        "quant_method activation_scheme weight_block_size modules_to_not_convert",
+        f"quant_method activation_scheme weight_block_size {' '.join(LISTS)}",
         {
             "dequantize": (False,),
             "expert_dtype": ("fp8",),
@@ -40,8 +41,9 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
         },
     )
     one_of(raw, "activation_scheme", ("dynamic",), "dynamic")
-    ignored = names(raw, "modules_to_not_convert") if raw.get("modules_to_not_convert") is not None else ("lm_head",)
-    return BlockFp8(block_of(raw, "weight_block_size", WHERE), ignored)
+    given = [key for key in LISTS if raw.get(key) is not None]
+    ignored = [each for key in given for each in names(raw, key)] if given else ["lm_head"]
+    return BlockFp8(block_of(raw, "weight_block_size", WHERE), tuple(ignored))
 
 
 def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 """GPTQ: `qweight` int32 [K / 8, N] has words along the inputs, `qzeros` [K / group, N / 8] along the outputs; `scales`
 are [K / group, N], and `g_idx` int32 [K] is the group of each input. Version 1 stores zeros minus 1, "gptq_v2" as they
-are. There are no lists of what is not quantised: the head says so, and the router of experts never is."""
+are. Not quantised are the head, unless it says so, the router of experts, and names whose beginning a rule "-:..." of
+`dynamic` matches."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +18,31 @@ from ..share import Share, blocks, ranges_of, whole
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, transposed, unpacked, words, write_along_inputs
-from .keys import HARMLESS, NEUTRAL, WHERE, checked, group_size, is_router, num_groups, one_of
+from .keys import HARMLESS, NEUTRAL, WHERE, check_patterns, checked, group_size, is_router, num_groups, one_of
 
 FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of zeros, borrows between them included
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
-    checked(raw, "quant_method bits group_size checkpoint_format format lm_head", NEUTRAL, HARMLESS)
+    read = "quant_method bits group_size checkpoint_format format lm_head dynamic"
+    checked(raw, read, NEUTRAL | {"method": ("gptq",)}, HARMLESS)
     one_of(raw, "bits", (4,))
     key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
     added = FORMATS[one_of(raw, key, FORMATS, "gptq")]
     if raw.get("format") not in (None, raw.get(key, "gptq")):
         raise ValueError(f"{WHERE}checkpoint_format is {raw[key]!r} but format is {raw['format']!r}")
-    return Gptq(group_size(raw), added, one_of(raw, "lm_head", (False, True), False))
+    return Gptq(group_size(raw), added, one_of(raw, "lm_head", (False, True), False), _skipped(raw))
+
+
+def _skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    rules = raw.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise ValueError(f"{WHERE}dynamic is {rules!r} but must be an object")
+    for rule in rules:
+        if not rule.startswith("-:"):
+            raise NotImplementedError(f"{WHERE}dynamic holds {rule!r}; only rules that begin with '-:' are supported")
+    check_patterns(rules, "-:", f"{WHERE}dynamic")
+    return tuple(rule.removeprefix("-:") for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class Gptq(Quantization):
     group_size: int
     added_to_zeros: int
     has_head: bool
+    skipped: tuple[str, ...]  # patterns
     name, stores = "gptq", ("int4",)
 
     @property
@@ -43,7 +58,8 @@ class Gptq(Quantization):
         return int4_unit(self.group_size)
 
     def covers(self, name: str) -> bool:
-        return (self.has_head or name != "lm_head") and not is_router(name)
+        is_skipped = is_router(name) or any(re.match(each, name) for each in self.skipped)
+        return (self.has_head or name != "lm_head") and not is_skipped
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..config_keys import check_keys
@@ -10,18 +11,22 @@ from ..share import blocks
 
 WHERE = "quantization_config."
 
-# Of GPTQ and AWQ: how weights were made, and what a library runs them with. What these say of the format is in the
-# tensors: desc_act in g_idx, sym in the zeros.
+# Of GPTQ and AWQ: how weights were made, by AutoRound, too, and what a library runs them with. What these say of the
+# format is in the tensors: desc_act in g_idx, sym in the zeros.
 HARMLESS = """
-    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset desc_act disable_exllama do_fuse exllama_config fuse_max_seq_len max_input_length meta model_file_base_name
-    model_name_or_path model_seqlen module_name_preceding_first_block modules_to_fuse mse offload_to_disk
-    offload_to_disk_path pad_token_id quantizer static_groups sym tokenizer true_sequential uri use_cuda_fp16
+    act_group_aware amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs
+    damp_auto_increment damp_percent dataset desc_act disable_exllama do_fuse enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input exllama_config fuse_max_seq_len gradient_accumulate_steps hyb_act
+    iters low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen
+    module_name_preceding_first_block modules_to_fuse mse nsamples offload_to_disk offload_to_disk_path pack_impl
+    pad_token_id provider quantizer scale_dtype seqlen static_attention_granularity static_groups
+    static_kv_granularity supported_types sym to_quant_block_names tokenizer true_sequential uri use_cuda_fp16
     use_exllama
 """
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "act_bits": (16,),
     "adapter": ({},),
-    "dynamic": ({},),
+    "data_type": ("int",),
     "is_marlin_format": (False,),
     "modules_in_block_to_quantize": (),
     "pack_dtype": ("int32",),
@@ -65,6 +70,15 @@ def names(raw: Mapping[str, Any], key: str, *, where: str = WHERE) -> tuple[str,
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{where}{key} is {value!r} but must be a list of names")
     return tuple(value)
+
+
+def check_patterns(entries: Iterable[str], prefix: str, where: str) -> None:
+    """Raises for a regular expression, which stands behind the prefix, that is none."""
+    for each in entries:
+        try:
+            re.compile(each.removeprefix(prefix))
+        except re.error as error:
+            raise ValueError(f"{where} holds {each!r}, which is no pattern: {error}") from None
 
 
 def names_part_of(name: str, entries: Collection[str]) -> bool:

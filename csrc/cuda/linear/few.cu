@@ -11,7 +11,7 @@ bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device
                        args->weight.out_features <= 1 << 30 && strides % 8 == 0 && args->weight.stride <= 1 << 29 &&
                        pk_are_multiples(16, args->x.data, args->weight.data);
     if (!is_possible) return false;
-    if (args->weight.scales) return pk_cuda_linear_few_quantised_applies(args, device);
+    if (args->weight.scales) return pk_cuda_linear_few_quantised_applies(args);
     linear_few_params params = plan_linear_few(args, device);
     return (params.num_warps == FEW_WARPS || args->x.num_rows <= MAX_ROWS / 2) && params.num_slots > 0;
 }

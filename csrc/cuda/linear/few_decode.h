@@ -85,12 +85,15 @@ struct few_int4_numbers {
 #endif
     }
     /* The scale of a row's block, for sums in UNITs, and its zero with the offset. */
+    __device__ static __forceinline__ float2 scale_of(pk_dtype dtype, uint16_t bits, int zero)
+    {
+        const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
+        return {(dtype == PK_F16 ? of_f16 : of_bf16) / UNIT, (float)(zero + OFFSET)};
+    }
     __device__ static __forceinline__ float2 load_scale(const pk_weight &weight, int64_t scale_at, int64_t zero_at)
     {
-        const uint16_t bits = ((const uint16_t *)weight.scales)[scale_at];
-        const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
-        const int zero = weight.zeros ? weight.zeros[zero_at] : PK_INT4_ZERO;
-        return {(weight.scales_dtype == PK_F16 ? of_f16 : of_bf16) / UNIT, (float)(zero + OFFSET)};
+        return scale_of(weight.scales_dtype, ((const uint16_t *)weight.scales)[scale_at],
+                        weight.zeros ? weight.zeros[zero_at] : PK_INT4_ZERO);
     }
     /* The sums of 8 inputs of each row, in UNITs, in all columns. */
     __device__ static __forceinline__ void add_inputs(float (&sums)[4], const uint4 &x)
@@ -98,15 +101,15 @@ struct few_int4_numbers {
         mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.x, x.y});
         mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.z, x.w});
     }
-    /* A word of two rows of the weight, by the same 8 inputs of x: two chains of instructions. */
-    template <int EIGHTS>
-    __device__ static __forceinline__ void multiply(float (&sums)[2][EIGHTS][4], uint32_t low, uint32_t high,
+    /* A word of two rows of the weight, by the same 8 inputs of x: one or two chains of instructions. */
+    template <int EIGHTS, int CHAINS>
+    __device__ static __forceinline__ void multiply(float (&sums)[CHAINS][EIGHTS][4], uint32_t low, uint32_t high,
                                                     uint32_t offset, const uint4 (&x)[EIGHTS])
     {
         for (int k = 0; k < 2; k++) {
             const uint32_t a[4] = {pair_of(low, k * 2, offset), pair_of(high, k * 2, offset),
                                    pair_of(low, k * 2 + 1, offset), pair_of(high, k * 2 + 1, offset)};
-            for (int e = 0; e < EIGHTS; e++) mma_16816<T>(sums[k][e], a, ((const uint2 *)&x[e])[k]);
+            for (int e = 0; e < EIGHTS; e++) mma_16816<T>(sums[k % CHAINS][e], a, ((const uint2 *)&x[e])[k]);
         }
     }
 };

@@ -1,0 +1,321 @@
+/* few_quantised_kernel.h - linear for few rows of bf16 or f16 and a weight in float8 or int4.
+ *
+ * A CTA computes some blocks of 16 outputs (of a gated product 8 gates and their ups). Its eight warps share the inputs:
+ * each takes a line of some groups, makes x of it ready in registers once, and multiplies one block after the other by it.
+ * So what a weight of few bits is short of, instructions, goes to the weight alone. Sums of warps and lines meet in shared
+ * memory and are added in a fixed order; no sum crosses CTAs.
+ *
+ * A warp copies units of 128 bytes a row, four rows by an instruction, into a ring that no other warp touches, and with
+ * `weight_is_constant` fills it before the previous kernel has ended. Scales are asked for a step ahead, and so is x where
+ * registers allow: what is asked for late waits behind all of the weight that is on its way.
+ *
+ * The second operand has eight columns. GPC groups of x share them, 8 / GPC rows of each; all groups of the weight multiply
+ * all columns, and a lane takes its sums from the one that its columns are of. So one or two rows of x need a quarter of
+ * the registers, and all lanes have some of it to make ready (attempts 12 to 22 of benchmarks/lab/linear/NOTES-quantised.md).
+ */
+#ifndef PK_CUDA_LINEAR_FEW_QUANTISED_KERNEL_H
+#define PK_CUDA_LINEAR_FEW_QUANTISED_KERNEL_H
+
+#include "cuda/linear/few_quantised.h"
+
+enum {
+    QUANTISED_WARPS = 8,
+    QUANTISED_THREADS = QUANTISED_WARPS * 32,
+    QUANTISED_ROOM = 113 << 10, /* of a CTA: two have room on an SM of 228 KB */
+    QUANTISED_OUTPUTS = 4,      /* of a thread in a round */
+    QUANTISED_MOST_BLOCKS = 12, /* of a round */
+};
+
+/* LINE: groups of a line. DEPTH: units of a warp's ring. */
+template <class Format_, int LINE_, int GPC_, int EIGHTS_, int DEPTH_>
+struct quantised_shape {
+    using Format = Format_;
+    static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, SETS = LINE / GPC;
+    static constexpr int LINE_UNITS = LINE / Format::UNIT_GROUPS, LINE_INPUTS = LINE * QUANTISED_GROUP;
+    static constexpr int COLUMN_ROWS = 8 / GPC, ROWS = COLUMN_ROWS * EIGHTS;
+    static constexpr bool COMES_EARLY = SETS * EIGHTS == 1; /* x of the next line */
+    static constexpr int PITCH = ROWS <= 2 ? QUANTISED_BLOCK : QUANTISED_BLOCK + 4, /* floats; spreads the banks */
+        SUMS = ROWS * PITCH;                                                        /* of a warp and block */
+    static constexpr int RING_BYTES = QUANTISED_WARPS * DEPTH * QUANTISED_UNIT;
+
+    static constexpr int smem_bytes(int blocks) { return RING_BYTES + blocks * QUANTISED_WARPS * SUMS * 4; }
+    static constexpr int most_blocks(const pk_cuda_card &card)
+    {
+        const int room = card.smem_per_cta < QUANTISED_ROOM ? card.smem_per_cta : QUANTISED_ROOM;
+        int blocks = QUANTISED_OUTPUTS * QUANTISED_THREADS / (ROWS * QUANTISED_BLOCK);
+        if (blocks > QUANTISED_MOST_BLOCKS) blocks = QUANTISED_MOST_BLOCKS;
+        while (smem_bytes(blocks) > room) blocks--;
+        return blocks;
+    }
+};
+
+/* A thread's view of its CTA. */
+template <class S>
+struct quantised_cta {
+    using Format = typename S::Format;
+    using T = typename Format::T;
+    using x_of_line = quantised_x<S::SETS, S::EIGHTS>;
+
+    const few_quantised_params &params;
+    const pk_linear_args &args;
+    quantised_lane lane;
+    int thread, warp, row_bytes;           /* the last of the weight */
+    int num_lines, begin, end;             /* its blocks */
+    int width, num_outputs;                /* that are written: of a block, and in all */
+    uint32_t copies_at[2];                 /* where this lane's copies go in slot 0: of rows 0 to 3 and 4 to 7 */
+    const char *ring;                      /* this lane's row of slot 0 */
+    float *sums;                           /* [blocks of a round][warps][rows][PITCH] */
+    int own;                               /* the group of this lane's sums, of GPC */
+
+    __device__ __forceinline__ quantised_cta(const few_quantised_params &params, uint4 *smem)
+        : params(params), args(params.args)
+    {
+        thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+        lane = {thread / 4, thread % 4, turn_of(thread / 4), args.weight.scales_dtype};
+        row_bytes = (int)args.weight.in_features * Format::BITS / 8;
+        num_lines = ((int)args.weight.in_features + S::LINE_INPUTS - 1) / S::LINE_INPUTS;
+        begin = blockIdx.x * params.blocks_of_cta, end = min(begin + params.blocks_of_cta, params.num_blocks);
+        width = args.epilogue.is_gated ? QUANTISED_BLOCK / 2 : QUANTISED_BLOCK;
+        num_outputs = (int)(args.epilogue.is_gated ? args.weight.out_features / 2 : args.weight.out_features);
+        char *its = (char *)smem + warp * S::DEPTH * QUANTISED_UNIT;
+        const uint32_t to = smem_address(its) + thread / 8 * QUANTISED_PITCH;
+        for (int i = 0; i < 2; i++)
+            copies_at[i] = to + i * 4 * QUANTISED_PITCH + (thread % 8 ^ turn_of(thread / 8 + i * 4)) * 16;
+        ring = its + lane.group * QUANTISED_PITCH, sums = (float *)((char *)smem + S::RING_BYTES);
+        own = lane.quad * 2 / S::COLUMN_ROWS;
+    }
+
+    /* A warp's way: of each round of blocks its lines, of each line the blocks. */
+    struct step {
+        int line, block, round_end;
+    };
+    __device__ __forceinline__ step first_step() const
+    {
+        return {warp, warp < num_lines ? begin : end, begin + params.blocks_of_round};
+    }
+    __device__ __forceinline__ bool is_there(const step &at) const { return at.block < end; }
+    __device__ __forceinline__ void next(step &at) const
+    {
+        if (++at.block < min(at.round_end, end)) return;
+        at.line += QUANTISED_WARPS, at.block = at.round_end - params.blocks_of_round;
+        if (at.line < num_lines) return;
+        at.line = warp, at.block = at.round_end, at.round_end += params.blocks_of_round;
+    }
+
+    /* Asks for a unit of a step; zeros where the weight has no such rows or inputs. */
+    __device__ __forceinline__ void copy(const step &at, int unit, int slot) const
+    {
+        const int row = at.block * width + thread / 8, left = num_outputs - row;
+        const int byte = (at.line * S::LINE_UNITS + unit) * QUANTISED_PITCH + thread % 8 * 16;
+        const int64_t stride = args.weight.stride, half = (args.epilogue.is_gated ? num_outputs : 8) * stride;
+        const char *from = (const char *)args.weight.data + row * stride + byte;
+        for (int i = 0; i < 4; i++) {
+            const bool has_it = i % 2 * 4 + (args.epilogue.is_gated ? 0 : i / 2 * 8) < left && byte < row_bytes;
+            copy_async_16(copies_at[i % 2] + slot * QUANTISED_UNIT + i / 2 * 8 * QUANTISED_PITCH,
+                          from + i % 2 * 4 * stride + i / 2 * half, has_it ? 16 : 0);
+        }
+    }
+
+    /* Of a step, as they lie. What is made of rows that the weight does not have is not written. */
+    __device__ __forceinline__ void load_scales(typename Format::scales (&scales)[S::SETS], const step &at) const
+    {
+        if (!is_there(at)) return;
+        const int low = at.block * width + lane.group, high = args.epilogue.is_gated ? low : low + 8;
+        const int rows[2] = {min(low, num_outputs - 1),
+                             min(high, num_outputs - 1) + (args.epilogue.is_gated ? num_outputs : 0)};
+        for (int s = 0; s < S::SETS; s++) {
+            const int first = (at.line * S::LINE + s * S::GPC + own) * QUANTISED_GROUP;
+            scales[s] = Format::load_scales(params, rows, min(first, (int)args.weight.in_features - 1));
+        }
+    }
+
+    /* A line of x; zeros where there are no such rows or inputs. */
+    __device__ __forceinline__ void load_x(x_of_line &x, int line) const
+    {
+        const int group = line * S::LINE + lane.group / S::COLUMN_ROWS;
+        for (int i = 0; i < S::SETS * S::EIGHTS * 4; i++) {
+            const int s = i / 4 / S::EIGHTS, e = i / 4 % S::EIGHTS, row = lane.group % S::COLUMN_ROWS + e * 8;
+            const int column = (group + s * S::GPC) * QUANTISED_GROUP + Format::input_of(i % 4, lane.quad);
+            const bool has_it = row < (int)args.x.num_rows && column < (int)args.weight.in_features;
+            x.bits[s][i % 4][e] =
+                has_it ? *(const uint4 *)((const T *)args.x.data + row * args.x.stride + column) : uint4{};
+        }
+    }
+
+    /* The sums of a line of a block: lanes of different groups add theirs up first. */
+    __device__ __forceinline__ void leave(const float (&acc)[S::EIGHTS][4], int in_round, bool is_first) const
+    {
+        float *to = sums + (in_round * QUANTISED_WARPS + warp) * S::SUMS;
+        const auto put = [&](int row, int half, float value) {
+            float *at = to + row * S::PITCH + half * 8 + lane.group;
+            *at = is_first ? value : *at + value;
+        };
+        for (int e = 0; e < S::EIGHTS; e++) {
+            if constexpr (S::GPC == 1) {
+                for (int i = 0; i < 4; i++) put(e * 8 + lane.quad * 2 + i % 2, i / 2, acc[e][i]);
+            } else {
+                static_assert(S::GPC == 4, "a lane has two rows of a group");
+                const int half = lane.quad / 2, row = lane.quad % 2;
+                float two[2];
+                for (int i = 0; i < 2; i++)
+                    two[i] = (half ? acc[e][2 + i] : acc[e][i]) +
+                             __shfl_xor_sync(~0u, half ? acc[e][i] : acc[e][2 + i], 2);
+                put(row, half, (row ? two[1] : two[0]) + __shfl_xor_sync(~0u, row ? two[0] : two[1], 1));
+            }
+        }
+    }
+    /* Of a warp that has no line at all. */
+    __device__ __forceinline__ void leave_nothing() const
+    {
+        for (int i = thread; i < params.blocks_of_round * S::SUMS; i += 32)
+            sums[(i / S::SUMS * QUANTISED_WARPS + warp) * S::SUMS + i % S::SUMS] = 0;
+    }
+
+    // --- what a thread writes of each round: so many outputs of the round's, row after row
+    struct place {
+        int bits; /* in one register */
+
+        __device__ __forceinline__ int row() const { return bits >> 16; }
+        __device__ __forceinline__ int block() const { return bits >> 8 & 255; } /* of the round */
+        __device__ __forceinline__ int output() const { return bits & 255; }     /* of the block */
+    };
+    __device__ __forceinline__ place place_of(int p) const
+    {
+        const int at = threadIdx.x + p * QUANTISED_THREADS, outputs = params.blocks_of_round * width;
+        const int row = at / outputs, in_round = at - row * outputs;
+        return {row << 16 | in_round / width << 8 | in_round % width};
+    }
+    __device__ __forceinline__ bool is_there(const place &its, int first) const
+    {
+        const int block = first + its.block();
+        return its.row() < (int)args.x.num_rows && block < end && block * width + its.output() < num_outputs;
+    }
+    __device__ __forceinline__ int64_t output_at(const place &its, int output) const
+    {
+        return its.row() * args.epilogue.out_stride + output;
+    }
+    /* What the product is added to. */
+    __device__ __forceinline__ float addend_of(const place &its, int first) const
+    {
+        const pk_epilogue &to = args.epilogue;
+        const int output = (first + its.block()) * width + its.output();
+        float addend = to.bias ? pk_to_float(((const T *)to.bias)[output]) : 0;
+        if (to.adds_to_out)
+            addend += to.out_dtype == PK_F32 ? ((const float *)to.out)[output_at(its, output)]
+                                             : pk_to_float(((const T *)to.out)[output_at(its, output)]);
+        return addend;
+    }
+    __device__ __forceinline__ float sum_of(const place &its, int output) const
+    {
+        const float *from = sums + its.block() * QUANTISED_WARPS * S::SUMS + its.row() * S::PITCH + output;
+        float sum = 0;
+        for (int w = 0; w < QUANTISED_WARPS; w++) sum += from[w * S::SUMS];
+        return sum;
+    }
+    __device__ __forceinline__ void write(const place &its, int first, float addend) const
+    {
+        const pk_epilogue &to = args.epilogue;
+        const int64_t at = output_at(its, (first + its.block()) * width + its.output());
+        float sum = sum_of(its, its.output()) + addend;
+        if (to.is_gated) /* rounded where silu_and_mul would read it */
+            sum = pk_round<T>(pk_silu<T>(pk_round<T>(sum))) * pk_round<T>(sum_of(its, its.output() + 8));
+        if (to.out_dtype == PK_F32)
+            ((float *)to.out)[at] = sum;
+        else
+            ((T *)to.out)[at] = pk_from_float<T>(sum);
+    }
+};
+
+/* A line of a block, from the ring. */
+template <class S, class Copy>
+__device__ static __forceinline__ void
+multiply_line(float (&acc)[S::EIGHTS][4], const quantised_cta<S> &cta, const quantised_x<S::SETS, S::EIGHTS> &x,
+              const typename S::Format::scales (&scales)[S::SETS], int &slot, Copy copy_next)
+{
+    using Format = typename S::Format;
+#pragma unroll
+    for (int unit = 0; unit < S::LINE_UNITS; unit++) {
+        copy_async_wait<S::DEPTH - 1>();
+        __syncwarp(); /* others' copies, too */
+#pragma unroll
+        for (int i = 0; i < Format::UNIT_GROUPS; i++) {
+            const int in_line = unit * Format::UNIT_GROUPS + i;
+            Format::multiply(acc, cta.ring + slot * QUANTISED_UNIT, i, cta.lane, x, in_line / S::GPC,
+                             scales[in_line / S::GPC], S::GPC == 1 || in_line % S::GPC == cta.own);
+        }
+        __syncwarp(); /* before the slot is filled anew */
+        copy_next();
+        if (++slot == S::DEPTH) slot = 0;
+    }
+}
+
+template <class S>
+__global__ void __launch_bounds__(QUANTISED_THREADS, 2)
+    linear_few_quantised_kernel(const __grid_constant__ few_quantised_params params)
+{
+    extern __shared__ uint4 smem[];
+    const quantised_cta<S> cta(params, smem);
+    const pk_linear_args &args = params.args;
+    const int warp = cta.warp, end = cta.end, num_lines = cta.num_lines;
+
+    typename quantised_cta<S>::step copied = cta.first_step(); /* runs ahead of the work */
+    int copied_unit = 0, copied_slot = 0;
+    const auto copy_next = [&]() {
+        if (cta.is_there(copied)) {
+            cta.copy(copied, copied_unit, copied_slot);
+            if (++copied_unit == S::LINE_UNITS) copied_unit = 0, cta.next(copied);
+            if (++copied_slot == S::DEPTH) copied_slot = 0;
+        }
+        copy_async_commit();
+    };
+    typename quantised_cta<S>::place places[QUANTISED_OUTPUTS];
+    for (int p = 0; p < QUANTISED_OUTPUTS; p++) places[p] = cta.place_of(p);
+    if (warp >= num_lines) cta.leave_nothing();
+
+    typename S::Format::scales scales[S::SETS] = {}, next_scales[S::SETS] = {};
+    typename quantised_cta<S>::x_of_line x, next_x;
+    if (!args.weight.is_constant) pk_wait_for_previous_kernel();
+    for (int i = 0; i < S::DEPTH; i++) copy_next();
+    cta.load_scales(next_scales, cta.first_step());
+    pk_wait_for_previous_kernel();
+    if (warp < num_lines) {
+        cta.load_x(x, warp);
+        S::Format::make_ready(x, cta.lane.quad);
+    }
+    pk_let_next_kernel_start(); /* not at once: its copies would be in the way of this one's */
+
+    int slot = 0, ready = warp /* the line that x is of */;
+    for (int first = cta.begin; first < end; first += params.blocks_of_round) {
+        const int blocks = min(params.blocks_of_round, end - first);
+        float addends[QUANTISED_OUTPUTS] = {}; /* asked for early */
+        for (int p = 0; p < QUANTISED_OUTPUTS; p++)
+            if (cta.is_there(places[p], first)) addends[p] = cta.addend_of(places[p], first);
+        for (int line = warp; line < num_lines; line += QUANTISED_WARPS) {
+            if (line != ready) {
+                if constexpr (S::COMES_EARLY)
+                    x = next_x;
+                else
+                    cta.load_x(x, line);
+                S::Format::make_ready(x, cta.lane.quad);
+                ready = line;
+            }
+            if (S::COMES_EARLY && num_lines > QUANTISED_WARPS)
+                cta.load_x(next_x, line + QUANTISED_WARPS < num_lines ? line + QUANTISED_WARPS : warp);
+            for (int block = 0; block < blocks; block++) {
+                for (int s = 0; s < S::SETS; s++) scales[s] = next_scales[s];
+                typename quantised_cta<S>::step then = {line, first + block, first + params.blocks_of_round};
+                cta.next(then);
+                cta.load_scales(next_scales, then);
+                float acc[S::EIGHTS][4] = {};
+                multiply_line<S>(acc, cta, x, scales, slot, copy_next);
+                cta.leave(acc, block, line == warp);
+            }
+        }
+        __syncthreads();
+        for (int p = 0; p < QUANTISED_OUTPUTS; p++)
+            if (cta.is_there(places[p], first)) cta.write(places[p], first, addends[p]);
+        __syncthreads(); /* before the sums of the next round */
+    }
+}
+
+#endif

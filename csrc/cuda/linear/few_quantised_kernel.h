@@ -107,12 +107,12 @@ struct quantised_cta {
     {
         const int row = at.block * width + thread / 8, left = num_outputs - row;
         const int byte = (at.line * S::LINE_UNITS + unit) * QUANTISED_PITCH + thread % 8 * 16;
-        const int64_t stride = args.weight.stride, half = (args.epilogue.is_gated ? num_outputs : 8) * stride;
-        const char *from = (const char *)args.weight.data + row * stride + byte;
+        const uint32_t stride = (uint32_t)args.weight.stride, from = row * stride + byte;
         for (int i = 0; i < 4; i++) {
             const bool has_it = i % 2 * 4 + (args.epilogue.is_gated ? 0 : i / 2 * 8) < left && byte < row_bytes;
+            const int further = i % 2 * 4 + i / 2 * (args.epilogue.is_gated ? num_outputs : 8);
             copy_async_16(copies_at[i % 2] + slot * QUANTISED_UNIT + i / 2 * 8 * QUANTISED_PITCH,
-                          from + i % 2 * 4 * stride + i / 2 * half, has_it ? 16 : 0);
+                          (const char *)args.weight.data + (from + further * stride), has_it ? 16 : 0);
         }
     }
 
@@ -171,34 +171,33 @@ struct quantised_cta {
             sums[(i / S::SUMS * QUANTISED_WARPS + warp) * S::SUMS + i % S::SUMS] = 0;
     }
 
-    // --- what a thread writes of each round: so many outputs of the round's, row after row
+    // --- what a thread writes of each round
     struct place {
-        int bits; /* in one register */
-
-        __device__ __forceinline__ int row() const { return bits >> 16; }
-        __device__ __forceinline__ int block() const { return bits >> 8 & 255; } /* of the round */
-        __device__ __forceinline__ int output() const { return bits & 255; }     /* of the block */
+        int row, block, output; /* the last two in the round and in the block */
     };
-    __device__ __forceinline__ place place_of(int p) const
+    /* Calls body(p, place) for each; found anew each time, registers are scarce. */
+    template <typename Body>
+    __device__ __forceinline__ void for_outputs(int first, Body body) const
     {
-        const int at = threadIdx.x + p * QUANTISED_THREADS, outputs = params.blocks_of_round * width;
-        const int row = at / outputs, in_round = at - row * outputs;
-        return {row << 16 | in_round / width << 8 | in_round % width};
-    }
-    __device__ __forceinline__ bool is_there(const place &its, int first) const
-    {
-        const int block = first + its.block();
-        return its.row() < (int)args.x.num_rows && block < end && block * width + its.output() < num_outputs;
+        const int outputs = params.blocks_of_round * width, count = (int)args.x.num_rows * outputs;
+#pragma unroll
+        for (int p = 0; p < QUANTISED_OUTPUTS; p++) {
+            const int at = threadIdx.x + p * QUANTISED_THREADS;
+            if (at >= count) break;
+            const int row = at / outputs, block = (at - row * outputs) / width;
+            const place its = {row, block, at - row * outputs - block * width};
+            if (first + block < end && (first + block) * width + its.output < num_outputs) body(p, its);
+        }
     }
     __device__ __forceinline__ int64_t output_at(const place &its, int output) const
     {
-        return its.row() * args.epilogue.out_stride + output;
+        return its.row * args.epilogue.out_stride + output;
     }
     /* What the product is added to. */
     __device__ __forceinline__ float addend_of(const place &its, int first) const
     {
         const pk_epilogue &to = args.epilogue;
-        const int output = (first + its.block()) * width + its.output();
+        const int output = (first + its.block) * width + its.output;
         float addend = to.bias ? pk_to_float(((const T *)to.bias)[output]) : 0;
         if (to.adds_to_out)
             addend += to.out_dtype == PK_F32 ? ((const float *)to.out)[output_at(its, output)]
@@ -207,7 +206,7 @@ struct quantised_cta {
     }
     __device__ __forceinline__ float sum_of(const place &its, int output) const
     {
-        const float *from = sums + its.block() * QUANTISED_WARPS * S::SUMS + its.row() * S::PITCH + output;
+        const float *from = sums + its.block * QUANTISED_WARPS * S::SUMS + its.row * S::PITCH + output;
         float sum = 0;
         for (int w = 0; w < QUANTISED_WARPS; w++) sum += from[w * S::SUMS];
         return sum;
@@ -215,10 +214,10 @@ struct quantised_cta {
     __device__ __forceinline__ void write(const place &its, int first, float addend) const
     {
         const pk_epilogue &to = args.epilogue;
-        const int64_t at = output_at(its, (first + its.block()) * width + its.output());
-        float sum = sum_of(its, its.output()) + addend;
+        const int64_t at = output_at(its, (first + its.block) * width + its.output);
+        float sum = sum_of(its, its.output) + addend;
         if (to.is_gated) /* rounded where silu_and_mul would read it */
-            sum = pk_round<T>(pk_silu<T>(pk_round<T>(sum))) * pk_round<T>(sum_of(its, its.output() + 8));
+            sum = pk_round<T>(pk_silu<T>(pk_round<T>(sum))) * pk_round<T>(sum_of(its, its.output + 8));
         if (to.out_dtype == PK_F32)
             ((float *)to.out)[at] = sum;
         else
@@ -268,8 +267,6 @@ __global__ void __launch_bounds__(QUANTISED_THREADS, 2)
         }
         copy_async_commit();
     };
-    typename quantised_cta<S>::place places[QUANTISED_OUTPUTS];
-    for (int p = 0; p < QUANTISED_OUTPUTS; p++) places[p] = cta.place_of(p);
     if (warp >= num_lines) cta.leave_nothing();
 
     typename S::Format::scales scales[S::SETS] = {}, next_scales[S::SETS] = {};
@@ -288,8 +285,8 @@ __global__ void __launch_bounds__(QUANTISED_THREADS, 2)
     for (int first = cta.begin; first < end; first += params.blocks_of_round) {
         const int blocks = min(params.blocks_of_round, end - first);
         float addends[QUANTISED_OUTPUTS] = {}; /* asked for early */
-        for (int p = 0; p < QUANTISED_OUTPUTS; p++)
-            if (cta.is_there(places[p], first)) addends[p] = cta.addend_of(places[p], first);
+        if (args.epilogue.bias || args.epilogue.adds_to_out)
+            cta.for_outputs(first, [&](int p, auto &its) { addends[p] = cta.addend_of(its, first); });
         for (int line = warp; line < num_lines; line += QUANTISED_WARPS) {
             if (line != ready) {
                 if constexpr (S::COMES_EARLY)
@@ -312,8 +309,7 @@ __global__ void __launch_bounds__(QUANTISED_THREADS, 2)
             }
         }
         __syncthreads();
-        for (int p = 0; p < QUANTISED_OUTPUTS; p++)
-            if (cta.is_there(places[p], first)) cta.write(places[p], first, addends[p]);
+        cta.for_outputs(first, [&](int p, auto &its) { cta.write(its, first, addends[p]); });
         __syncthreads(); /* before the sums of the next round */
     }
 }

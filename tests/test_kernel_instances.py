@@ -102,7 +102,7 @@ def test_attention_that_takes_its_heads_from_the_projection(torch, rng, each):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", PRODUCTS, ids=name_of)
-def test_product(torch, rng, each):
+def test_product(cuda, rng, each):
     """As many rows as the instance takes, by a weight that is small or large."""
     dtype, rows = each["multiplies"], each["rows"]
     int4 = "int4 64" if "parts" in each["variant"] else "int4 128"

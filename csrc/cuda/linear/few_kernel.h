@@ -98,8 +98,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
                 for (int n = 0; n < few::BLOCKS; n++)
                     if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
             }
-            if (quad == group / 2)
-                squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
+            if (quad == group / 2) squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
         }
         __syncthreads();
         for (int p = 0; p < few::OUTPUTS; p++) {

@@ -49,11 +49,16 @@ enum { ONE_OR_TWO = 2, FEW_INPUTS = 2048 /* of which most warps had none in line
     instance_of_few_quantised<quantised_shape<__VA_ARGS__, 2, 1, 1, 5>>, \
         instance_of_few_quantised<quantised_shape<__VA_ARGS__, __VA_ARGS__::UNIT_GROUPS, 1, 2, 4>>
 static constexpr few_quantised_instance INSTANCES[] = {
-    ONE_OR_TWO_ROWS(quantised_fp8<__nv_bfloat16>), MORE_ROWS(quantised_fp8<__nv_bfloat16>),
-    ONE_OR_TWO_ROWS(quantised_fp8<__half>), MORE_ROWS(quantised_fp8<__half>),
-    ONE_OR_TWO_ROWS(quantised_int4<__nv_bfloat16, 1>), MORE_ROWS(quantised_int4<__nv_bfloat16, 1>),
-    ONE_OR_TWO_ROWS(quantised_int4<__half, 1>), MORE_ROWS(quantised_int4<__half, 1>),
-    MORE_ROWS(quantised_int4<__nv_bfloat16, 4>), MORE_ROWS(quantised_int4<__half, 4>),
+    ONE_OR_TWO_ROWS(quantised_fp8<__nv_bfloat16>),
+    MORE_ROWS(quantised_fp8<__nv_bfloat16>),
+    ONE_OR_TWO_ROWS(quantised_fp8<__half>),
+    MORE_ROWS(quantised_fp8<__half>),
+    ONE_OR_TWO_ROWS(quantised_int4<__nv_bfloat16, 1>),
+    MORE_ROWS(quantised_int4<__nv_bfloat16, 1>),
+    ONE_OR_TWO_ROWS(quantised_int4<__half, 1>),
+    MORE_ROWS(quantised_int4<__half, 1>),
+    MORE_ROWS(quantised_int4<__nv_bfloat16, 4>),
+    MORE_ROWS(quantised_int4<__half, 4>),
 };
 const pk_cuda_kernel_table pk_cuda_linear_few_quantised_kernels = pk_cuda_table(INSTANCES);
 

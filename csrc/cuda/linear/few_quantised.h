@@ -61,8 +61,7 @@ struct quantised_fp8 {
         const pk_weight &weight = params.args.weight;
         const float *from = (const float *)weight.scales + params.block_columns.divide(first);
         scales found;
-        for (int h = 0; h < 2; h++)
-            found.of[h] = from[params.block_rows.divide(rows[h]) * (int)weight.scales_stride];
+        for (int h = 0; h < 2; h++) found.of[h] = from[params.block_rows.divide(rows[h]) * (int)weight.scales_stride];
         return found;
     }
     template <int SETS, int EIGHTS>
@@ -91,7 +90,8 @@ struct quantised_fp8 {
         if (!is_own) return;
         for (int i = 0; i < EIGHTS * 4; i++) {
             const int e = i / 4, r = i % 4;
-            acc[e][r] += scales.of[r / 2] * x.factors[s][e][r % 2] * (CHAINS == 2 ? sums[0][e][r] + sums[CHAINS - 1][e][r] : sums[0][e][r]);
+            acc[e][r] += scales.of[r / 2] * x.factors[s][e][r % 2] *
+                         (CHAINS == 2 ? sums[0][e][r] + sums[CHAINS - 1][e][r] : sums[0][e][r]);
         }
     }
 };
@@ -169,17 +169,15 @@ struct quantised_int4 {
         }
     }
     template <int SETS, int EIGHTS>
-    __device__ static __forceinline__ void add(float (&acc)[4], const float (&sums)[4],
-                                               const float2 (&scales)[2], const quantised_x<SETS, EIGHTS> &x, int s,
-                                               int part, int e)
+    __device__ static __forceinline__ void add(float (&acc)[4], const float (&sums)[4], const float2 (&scales)[2],
+                                               const quantised_x<SETS, EIGHTS> &x, int s, int part, int e)
     {
         float of_x[4] = {};
         if constexpr (PARTS == 1)
             of_x[0] = x.factors[s][e][0], of_x[1] = x.factors[s][e][1];
         else
             numbers::add_inputs(of_x, x.bits[s][part][e]);
-        for (int r = 0; r < 4; r++)
-            acc[r] += scales[r / 2].x * (sums[r] - scales[r / 2].y * of_x[r % 2]);
+        for (int r = 0; r < 4; r++) acc[r] += scales[r / 2].x * (sums[r] - scales[r / 2].y * of_x[r % 2]);
     }
 };
 

@@ -33,7 +33,7 @@ struct quantised_shape {
     static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, SETS = LINE / GPC;
     static constexpr int LINE_UNITS = LINE / Format::UNIT_GROUPS, LINE_INPUTS = LINE * QUANTISED_GROUP;
     static constexpr int COLUMN_ROWS = 8 / GPC, ROWS = COLUMN_ROWS * EIGHTS;
-    static constexpr bool COMES_EARLY = SETS * EIGHTS == 1; /* x of the next line */
+    static constexpr bool COMES_EARLY = SETS * EIGHTS == 1;                         /* x of the next line */
     static constexpr int PITCH = ROWS <= 2 ? QUANTISED_BLOCK : QUANTISED_BLOCK + 4, /* floats; spreads the banks */
         SUMS = ROWS * PITCH;                                                        /* of a warp and block */
     static constexpr int RING_BYTES = QUANTISED_WARPS * DEPTH * QUANTISED_UNIT;
@@ -59,13 +59,13 @@ struct quantised_cta {
     const few_quantised_params &params;
     const pk_linear_args &args;
     quantised_lane lane;
-    int thread, warp, row_bytes;           /* the last of the weight */
-    int num_lines, begin, end;             /* its blocks */
-    int width, num_outputs;                /* that are written: of a block, and in all */
-    uint32_t copies_at[2];                 /* where this lane's copies go in slot 0: of rows 0 to 3 and 4 to 7 */
-    const char *ring;                      /* this lane's row of slot 0 */
-    float *sums;                           /* [blocks of a round][warps][rows][PITCH] */
-    int own;                               /* the group of this lane's sums, of GPC */
+    int thread, warp, row_bytes; /* the last of the weight */
+    int num_lines, begin, end;   /* its blocks */
+    int width, num_outputs;      /* that are written: of a block, and in all */
+    uint32_t copies_at[2];       /* where this lane's copies go in slot 0: of rows 0 to 3 and 4 to 7 */
+    const char *ring;            /* this lane's row of slot 0 */
+    float *sums;                 /* [blocks of a round][warps][rows][PITCH] */
+    int own;                     /* the group of this lane's sums, of GPC */
 
     __device__ __forceinline__ quantised_cta(const few_quantised_params &params, uint4 *smem)
         : params(params), args(params.args)
@@ -158,8 +158,8 @@ struct quantised_cta {
                 const int half = lane.quad / 2, row = lane.quad % 2;
                 float two[2];
                 for (int i = 0; i < 2; i++)
-                    two[i] = (half ? acc[e][2 + i] : acc[e][i]) +
-                             __shfl_xor_sync(~0u, half ? acc[e][i] : acc[e][2 + i], 2);
+                    two[i] =
+                        (half ? acc[e][2 + i] : acc[e][i]) + __shfl_xor_sync(~0u, half ? acc[e][i] : acc[e][2 + i], 2);
                 put(row, half, (row ? two[1] : two[0]) + __shfl_xor_sync(~0u, row ? two[0] : two[1], 1));
             }
         }
@@ -227,9 +227,10 @@ struct quantised_cta {
 
 /* A line of a block, from the ring. */
 template <class S, class Copy>
-__device__ static __forceinline__ void
-multiply_line(float (&acc)[S::EIGHTS][4], const quantised_cta<S> &cta, const quantised_x<S::SETS, S::EIGHTS> &x,
-              const typename S::Format::scales (&scales)[S::SETS], int &slot, Copy copy_next)
+__device__ static __forceinline__ void multiply_line(float (&acc)[S::EIGHTS][4], const quantised_cta<S> &cta,
+                                                     const quantised_x<S::SETS, S::EIGHTS> &x,
+                                                     const typename S::Format::scales (&scales)[S::SETS], int &slot,
+                                                     Copy copy_next)
 {
     using Format = typename S::Format;
 #pragma unroll

@@ -39,6 +39,14 @@ struct quantised_x {
     float factors[SETS][EIGHTS][2];
 };
 
+/* The sums of one or two chains of instructions. */
+template <int CHAINS, int EIGHTS>
+__device__ static __forceinline__ const float (&add_chains(float (&sums)[CHAINS][EIGHTS][4]))[EIGHTS][4]
+{
+    for (int i = 0; i < EIGHTS * 4 && CHAINS == 2; i++) sums[0][i / 4][i % 4] += sums[CHAINS - 1][i / 4][i % 4];
+    return sums[0];
+}
+
 /* e4m3: four neighbouring lanes share a group, and each has twice 16 inputs of it. factors: what undoes the power of two
  * by which x fits into float16. */
 template <typename T_>
@@ -74,11 +82,10 @@ struct quantised_fp8 {
             for (int k = 0; k < 4; k++) x.bits[s][k][e] = line[k];
         }
     }
-    /* Adds a group's products with set s of x. */
-    template <int SETS, int EIGHTS>
-    __device__ static __forceinline__ void multiply(float (&acc)[EIGHTS][4], const char *row, int,
-                                                    const quantised_lane &lane, const quantised_x<SETS, EIGHTS> &x,
-                                                    int s, const scales &scales, bool is_own)
+    /* leave(sums, part): a group's products with set s of x. */
+    template <int SETS, int EIGHTS, typename Leave>
+    __device__ static __forceinline__ void multiply(const char *row, int, const quantised_lane &lane,
+                                                    const quantised_x<SETS, EIGHTS> &x, int s, Leave leave)
     {
         constexpr int CHAINS = 2 / EIGHTS; /* of instructions, for each eight rows */
         float sums[CHAINS][EIGHTS][4] = {};
@@ -87,11 +94,17 @@ struct quantised_fp8 {
             few_multiply_fp8<EIGHTS>(sums[p % CHAINS], *(const uint4 *)at, *(const uint4 *)(at + 8 * QUANTISED_PITCH),
                                      [&](int i, int e) -> const uint4 & { return x.bits[s][p * 2 + i][e]; });
         }
-        if (!is_own) return;
+        leave(add_chains(sums), 0);
+    }
+    /* Adds such sums, times their scale. */
+    template <int SETS, int EIGHTS>
+    __device__ static __forceinline__ void add(float (&acc)[EIGHTS][4], const float (&sums)[EIGHTS][4],
+                                               const quantised_lane &, const quantised_x<SETS, EIGHTS> &x, int s,
+                                               const scales &scales, int)
+    {
         for (int i = 0; i < EIGHTS * 4; i++) {
             const int e = i / 4, r = i % 4;
-            acc[e][r] += scales.of[r / 2] * x.factors[s][e][r % 2] *
-                         (CHAINS == 2 ? sums[0][e][r] + sums[CHAINS - 1][e][r] : sums[0][e][r]);
+            acc[e][r] += scales.of[r / 2] * x.factors[s][e][r % 2] * sums[e][r];
         }
     }
 };
@@ -139,12 +152,10 @@ struct quantised_int4 {
             x.factors[s][e][0] = sums[0], x.factors[s][e][1] = sums[1];
         }
     }
-    template <int SETS, int EIGHTS>
-    __device__ static __forceinline__ void multiply(float (&acc)[EIGHTS][4], const char *row, int in_unit,
-                                                    const quantised_lane &lane, const quantised_x<SETS, EIGHTS> &x,
-                                                    int s, const scales &scales, bool is_own)
+    template <int SETS, int EIGHTS, typename Leave>
+    __device__ static __forceinline__ void multiply(const char *row, int in_unit, const quantised_lane &lane,
+                                                    const quantised_x<SETS, EIGHTS> &x, int s, Leave leave)
     {
-        constexpr int CHAINS = 2 / EIGHTS; /* of instructions, for each eight rows */
         const uint32_t offset = numbers::offset_bits();
         const int turn = lane.turn ^ in_unit * 4;
         uint32_t words[2][4]; /* of 8 inputs */
@@ -156,28 +167,28 @@ struct quantised_int4 {
                 for (int k = 0; k < 4; k++) words[h][k] = *(const uint32_t *)(half + (k ^ turn) * 16 + lane.quad * 4);
         }
         for (int p = 0; p < PARTS; p++) {
-            float sums[CHAINS][EIGHTS][4] = {};
+            float sums[2 / EIGHTS][EIGHTS][4] = {};
             for (int k = p * WORDS; k < (p + 1) * WORDS; k++)
                 numbers::template multiply<EIGHTS>(sums, words[0][k], words[1][k], offset, x.bits[s][k]);
-            if (!is_own) continue;
-            const float2 its[2] = {numbers::scale_of(lane.scales_dtype, scales.of[p][0], scales.of[p][0] >> 16),
-                                   numbers::scale_of(lane.scales_dtype, scales.of[p][1], scales.of[p][1] >> 16)};
-            for (int e = 0; e < EIGHTS; e++) {
-                for (int r = 0; r < 4 && CHAINS == 2; r++) sums[0][e][r] += sums[CHAINS - 1][e][r];
-                add(acc[e], sums[0][e], its, x, s, p, e);
-            }
+            leave(add_chains(sums), p);
         }
     }
     template <int SETS, int EIGHTS>
-    __device__ static __forceinline__ void add(float (&acc)[4], const float (&sums)[4], const float2 (&scales)[2],
-                                               const quantised_x<SETS, EIGHTS> &x, int s, int part, int e)
+    __device__ static __forceinline__ void add(float (&acc)[EIGHTS][4], const float (&sums)[EIGHTS][4],
+                                               const quantised_lane &lane, const quantised_x<SETS, EIGHTS> &x, int s,
+                                               const scales &scales, int part)
     {
-        float of_x[4] = {};
-        if constexpr (PARTS == 1)
-            of_x[0] = x.factors[s][e][0], of_x[1] = x.factors[s][e][1];
-        else
-            numbers::add_inputs(of_x, x.bits[s][part][e]);
-        for (int r = 0; r < 4; r++) acc[r] += scales[r / 2].x * (sums[r] - scales[r / 2].y * of_x[r % 2]);
+        float2 of[2]; /* scale and zero */
+        for (int h = 0; h < 2; h++)
+            of[h] = numbers::scale_of(lane.scales_dtype, scales.of[part][h], scales.of[part][h] >> 16);
+        for (int e = 0; e < EIGHTS; e++) {
+            float of_x[4] = {};
+            if constexpr (PARTS == 1)
+                of_x[0] = x.factors[s][e][0], of_x[1] = x.factors[s][e][1];
+            else
+                numbers::add_inputs(of_x, x.bits[s][part][e]);
+            for (int r = 0; r < 4; r++) acc[e][r] += of[r / 2].x * (sums[e][r] - of[r / 2].y * of_x[r % 2]);
+        }
     }
 };
 

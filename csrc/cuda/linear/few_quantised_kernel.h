@@ -233,15 +233,20 @@ __device__ static __forceinline__ void multiply_line(float (&acc)[S::EIGHTS][4],
                                                      Copy copy_next)
 {
     using Format = typename S::Format;
+    float own[S::EIGHTS][4] = {}; /* of the lane's own group among GPC */
 #pragma unroll
     for (int unit = 0; unit < S::LINE_UNITS; unit++) {
         copy_async_wait<S::DEPTH - 1>();
         __syncwarp(); /* others' copies, too */
 #pragma unroll
         for (int i = 0; i < Format::UNIT_GROUPS; i++) {
-            const int in_line = unit * Format::UNIT_GROUPS + i;
-            Format::multiply(acc, cta.ring + slot * QUANTISED_UNIT, i, cta.lane, x, in_line / S::GPC,
-                             scales[in_line / S::GPC], S::GPC == 1 || in_line % S::GPC == cta.own);
+            const int group = unit * Format::UNIT_GROUPS + i, s = group / S::GPC;
+            Format::multiply(cta.ring + slot * QUANTISED_UNIT, i, cta.lane, x, s, [&](const auto &sums, int part) {
+                if constexpr (S::GPC == 1) Format::add(acc, sums, cta.lane, x, s, scales[s], part);
+                for (int k = 0; k < S::EIGHTS * 4 && S::GPC > 1; k++)
+                    own[k / 4][k % 4] = group % S::GPC == cta.own ? sums[k / 4][k % 4] : own[k / 4][k % 4];
+            });
+            if (S::GPC > 1 && group % S::GPC == S::GPC - 1) Format::add(acc, own, cta.lane, x, s, scales[s], 0);
         }
         __syncwarp(); /* before the slot is filled anew */
         copy_next();

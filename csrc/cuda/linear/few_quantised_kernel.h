@@ -154,13 +154,15 @@ struct quantised_cta {
             if constexpr (S::GPC == 1) {
                 for (int i = 0; i < 4; i++) put(e * 8 + lane.quad * 2 + i % 2, i / 2, acc[e][i]);
             } else {
-                static_assert(S::GPC == 4, "a lane has two rows of a group");
-                const int half = lane.quad / 2, row = lane.quad % 2;
+                const int half = lane.quad / 2, odd = lane.quad % 2;
                 float two[2];
                 for (int i = 0; i < 2; i++)
                     two[i] =
                         (half ? acc[e][2 + i] : acc[e][i]) + __shfl_xor_sync(~0u, half ? acc[e][i] : acc[e][2 + i], 2);
-                put(row, half, (row ? two[1] : two[0]) + __shfl_xor_sync(~0u, row ? two[0] : two[1], 1));
+                if constexpr (S::GPC == 2)
+                    put(odd * 2, half, two[0]), put(odd * 2 + 1, half, two[1]);
+                else
+                    put(odd, half, (odd ? two[1] : two[0]) + __shfl_xor_sync(~0u, odd ? two[0] : two[1], 1));
             }
         }
     }

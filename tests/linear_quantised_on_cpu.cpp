@@ -5,6 +5,7 @@
 
 #include "cuda/linear/few_quantised.cu"
 #undef gridDim
+bool pk_cuda_linear_fp8_applies(const pk_linear_args *, const pk_cuda_device *) { return false; }
 
 struct called_linear {
     int num_rows, in_features, out_features, is_gated, adds_to_out, is_batch_invariant, is_constant; /* in */
@@ -46,6 +47,6 @@ extern "C" const char *linear_quantised_on_cpu(called_linear *its, const void *x
     to.bias = bias, to.is_gated = its->is_gated, to.adds_to_out = its->adds_to_out;
     to.out = out, to.out_stride = its->out_stride, to.out_dtype = (pk_dtype)its->out_dtype;
     now = its, emulated_launch = run;
-    if (!pk_cuda_linear_few_quantised_applies(&args)) return "the kernel does not apply";
+    if (!pk_cuda_linear_few_quantised_applies(&args, &device)) return "the kernel does not apply";
     return pk_cuda_linear_few_quantised(&args, on_host.call()) == PK_OK ? nullptr : error.message;
 }

@@ -18,7 +18,7 @@ Called = struct_of("num_rows", "in_features", "out_features", "is_gated", "adds_
 KINDS = ["float8 blocks", "float8 channels", "float8 tensor", "int4 128", "int4 128 zeros", "int4 64", "int4 32"]
 # rows, inputs, outputs, SMs: warps without inputs, and with two lines of which one ends early; a block that ends early, one
 # CTA with several rounds of them
-SHAPES = [(1, 128, 8, 3), (2, 4224, 26, 3), (1, 2176, 420, 1), (3, 1152, 40, 3), (8, 384, 230, 1), (13, 640, 130, 1)]
+SHAPES = [(1, 128, 8, 3), (2, 4224, 26, 3), (1, 2176, 420, 1), (3, 1152, 40, 3), (8, 384, 230, 1), (13, 640, 130, 1), (30, 288, 90, 1), (49, 1280, 20, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +96,11 @@ def test_a_rows_bits_do_not_depend_on_the_others(multiply, rng, kind):
 
 
 @pytest.mark.parametrize("card", CARDS, ids=str)
-@pytest.mark.parametrize("rows", [2, 8, 16])
+@pytest.mark.parametrize("rows", [2, 8, 16, 32])
 def test_every_card_has_room(multiply, rng, rows, card):
     call = Call(rng, multiply, "float8 channels", 2176, 200)
     x = make_x(rng, rows, 2176, "bfloat16")
     got, called = call(x, "bfloat16", sms=1, card=card.compute_capability)
-    assert called.smem_bytes <= card.smem_per_cta and called.num_ctas == (2 if card.smem_per_cta > 200_000 else 1)
+    assert called.smem_bytes <= card.smem_per_cta and called.num_ctas == (2 if card.smem_per_cta > 200_000 and rows < 32 else 1)
     tolerance = oracle.tolerance("bfloat16")
     np.testing.assert_allclose(got, oracle.linear(x, call.weight.values()), atol=tolerance, rtol=tolerance)

@@ -47,8 +47,10 @@ pk_status pk_cuda_capture_id(pk_device, pk_stream, uint64_t *id, pk_error *)
     return PK_OK;
 }
 
+bool pk_cuda_linear_fp8_applies(const pk_linear_args *, const pk_cuda_device *) { return false; }
+
 // --- a layer
-enum { NUM_PRODUCTS = 4, GATE_UP = 2, MOST_ROWS = 16, LAYERS_IN_GRAPH = 20, MOST_COPIES = 24 };
+enum { NUM_PRODUCTS = 4, GATE_UP = 2, MOST_ROWS = 64, LAYERS_IN_GRAPH = 20, MOST_COPIES = 24 };
 static const struct {
     const char *name;
     int outputs, inputs, x_stride, out_stride;
@@ -158,7 +160,7 @@ static double us_of(cudaStream_t stream, Body body)
 static void time_bits(int bits, cudaStream_t stream)
 {
     const weights its(bits);
-    for (int num_rows : {1, 2, 4, 8, 16}) {
+    for (int num_rows : {1, 2, 4, 8, 16, 32, 64}) {
         if (bits == 16 && num_rows > 8) continue;
         const double us = us_of(stream,
                                 [&] {

@@ -1,7 +1,7 @@
 /* few_quantised.h - what few_quantised_kernel.h multiplies: a weight in float8 or int4 as it lies, made numbers of 16 bits
  * without a rounding. The sums of a block of the weight, in float32, are multiplied by its scale.
  *
- * Terms: a group is 128 inputs; a unit is 128 bytes of each of 16 rows of the weight. lane = 4 * group + quad, as in the
+ * Terms: a group is 128 inputs; a unit is one or two groups (128 bytes, or 64) of 16 rows of the weight. lane = 4 * group + quad, as in the
  * fragments of mma_16816: `group` is a row of the weight (and group + 8).
  */
 #ifndef PK_CUDA_LINEAR_FEW_QUANTISED_H
@@ -14,8 +14,6 @@
 enum {
     QUANTISED_BLOCK = 16,  /* outputs */
     QUANTISED_GROUP = 128, /* inputs */
-    QUANTISED_PITCH = 128, /* bytes of a row of a unit */
-    QUANTISED_UNIT = QUANTISED_BLOCK * QUANTISED_PITCH,
 };
 
 struct few_quantised_params {
@@ -25,7 +23,11 @@ struct few_quantised_params {
 };
 
 /* Rows of a unit lie turned, so that what eight lanes read is in different banks: piece i of 16 bytes is at i ^ turn. */
-__device__ static __forceinline__ int turn_of(int row) { return (row & 1) << 2 | (row & 7) >> 1; }
+template <int PITCH /* bytes of a row */>
+__device__ static __forceinline__ int turn_of(int row)
+{
+    return (PITCH == 128 ? (row & 1) << 2 : 0) | (row & 7) >> 1;
+}
 
 struct quantised_lane {
     int group, quad, turn;
@@ -54,7 +56,7 @@ struct quantised_fp8 {
     using T = T_;
     static constexpr pk_dtype WEIGHT = PK_F8E4M3;
     static constexpr const char *VARIANT = "";
-    static constexpr int BITS = 8, UNIT_GROUPS = 1;
+    static constexpr int BITS = 8, UNIT_GROUPS = 1, PITCH = 128;
     struct scales {
         float of[2]; /* of outputs `group` and group + 8 */
     };
@@ -87,11 +89,11 @@ struct quantised_fp8 {
     __device__ static __forceinline__ void multiply(const char *row, int, const quantised_lane &lane,
                                                     const quantised_x<SETS, EIGHTS> &x, int s, Leave leave)
     {
-        constexpr int CHAINS = 2 / EIGHTS; /* of instructions, for each eight rows */
+        constexpr int CHAINS = EIGHTS == 1 ? 2 : 1; /* of instructions, for each eight rows */
         float sums[CHAINS][EIGHTS][4] = {};
         for (int p = 0; p < 2; p++) {
             const char *at = row + ((lane.quad + p * 4) ^ lane.turn) * 16;
-            few_multiply_fp8<EIGHTS>(sums[p % CHAINS], *(const uint4 *)at, *(const uint4 *)(at + 8 * QUANTISED_PITCH),
+            few_multiply_fp8<EIGHTS>(sums[p % CHAINS], *(const uint4 *)at, *(const uint4 *)(at + 8 * PITCH),
                                      [&](int i, int e) -> const uint4 & { return x.bits[s][p * 2 + i][e]; });
         }
         leave(add_chains(sums), 0);
@@ -111,13 +113,13 @@ struct quantised_fp8 {
 
 /* int4. PARTS of a group with scales of their own: 1, where a lane has 32 neighbours of each group (factors: their sums of
  * x); or 4, where the four lanes share each 32 inputs. */
-template <typename T_, int PARTS>
+template <typename T_, int PARTS, int UNIT_GROUPS_>
 struct quantised_int4 {
     using T = T_;
     using numbers = few_int4_numbers<T>;
     static constexpr pk_dtype WEIGHT = PK_U8;
     static constexpr const char *VARIANT = PARTS == 1 ? "" : "parts";
-    static constexpr int BITS = 4, UNIT_GROUPS = 2, WORDS = 4 / PARTS;
+    static constexpr int BITS = 4, UNIT_GROUPS = UNIT_GROUPS_, PITCH = UNIT_GROUPS * 64, WORDS = 4 / PARTS;
     struct scales {
         uint32_t of[PARTS][2]; /* as they lie, zeros above them */
     };
@@ -160,14 +162,14 @@ struct quantised_int4 {
         const int turn = lane.turn ^ in_unit * 4;
         uint32_t words[2][4]; /* of 8 inputs */
         for (int h = 0; h < 2; h++) {
-            const char *half = row + h * 8 * QUANTISED_PITCH;
+            const char *half = row + h * 8 * PITCH;
             if constexpr (PARTS == 1)
                 *(uint4 *)words[h] = *(const uint4 *)(half + (lane.quad ^ turn) * 16);
             else
                 for (int k = 0; k < 4; k++) words[h][k] = *(const uint32_t *)(half + (k ^ turn) * 16 + lane.quad * 4);
         }
         for (int p = 0; p < PARTS; p++) {
-            float sums[2 / EIGHTS][EIGHTS][4] = {};
+            float sums[EIGHTS == 1 ? 2 : 1][EIGHTS][4] = {};
             for (int k = p * WORDS; k < (p + 1) * WORDS; k++)
                 numbers::template multiply<EIGHTS>(sums, words[0][k], words[1][k], offset, x.bits[s][k]);
             leave(add_chains(sums), p);

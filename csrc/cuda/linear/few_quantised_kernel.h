@@ -18,33 +18,28 @@
 
 #include "cuda/linear/few_quantised.h"
 
-enum {
-    QUANTISED_WARPS = 8,
-    QUANTISED_THREADS = QUANTISED_WARPS * 32,
-    QUANTISED_ROOM = 113 << 10, /* of a CTA: two have room on an SM of 228 KB */
-    QUANTISED_OUTPUTS = 4,      /* of a thread in a round */
-    QUANTISED_MOST_BLOCKS = 12, /* of a round */
-};
+enum { QUANTISED_WARPS = 8, QUANTISED_THREADS = QUANTISED_WARPS * 32, QUANTISED_MOST_BLOCKS = 12 /* of a round */ };
 
-/* LINE: groups of a line. DEPTH: units of a warp's ring. */
-template <class Format_, int LINE_, int GPC_, int EIGHTS_, int DEPTH_>
+/* LINE: groups of a line. DEPTH: units of a warp's ring. CTAS: on an SM of 228 KB. */
+template <class Format_, int LINE_, int GPC_, int EIGHTS_, int DEPTH_, int CTAS_ = 2>
 struct quantised_shape {
     using Format = Format_;
-    static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, SETS = LINE / GPC;
+    static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, CTAS = CTAS_, SETS = LINE / GPC;
     static constexpr int LINE_UNITS = LINE / Format::UNIT_GROUPS, LINE_INPUTS = LINE * QUANTISED_GROUP;
     static constexpr int COLUMN_ROWS = 8 / GPC, ROWS = COLUMN_ROWS * EIGHTS;
     static constexpr bool COMES_EARLY = SETS * EIGHTS == 1;                         /* x of the next line */
+    static constexpr int OUTPUTS = EIGHTS > 2 ? 8 : 4;                              /* of a thread in a round */
     static constexpr int PITCH = ROWS <= 2 ? QUANTISED_BLOCK : QUANTISED_BLOCK + 4, /* floats; spreads the banks */
         SUMS = ROWS * PITCH;                                                        /* of a warp and block */
-    static constexpr int RING_BYTES = QUANTISED_WARPS * DEPTH * QUANTISED_UNIT;
+    static constexpr int UNIT = QUANTISED_BLOCK * Format::PITCH, RING_BYTES = QUANTISED_WARPS * DEPTH * UNIT;
 
     static constexpr int smem_bytes(int blocks) { return RING_BYTES + blocks * QUANTISED_WARPS * SUMS * 4; }
     static constexpr int most_blocks(const pk_cuda_card &card)
     {
-        const int room = card.smem_per_cta < QUANTISED_ROOM ? card.smem_per_cta : QUANTISED_ROOM;
-        int blocks = QUANTISED_OUTPUTS * QUANTISED_THREADS / (ROWS * QUANTISED_BLOCK);
+        const int room = (228 / CTAS - 1) << 10, most = card.smem_per_cta < room ? card.smem_per_cta : room;
+        int blocks = OUTPUTS * QUANTISED_THREADS / (ROWS * QUANTISED_BLOCK);
         if (blocks > QUANTISED_MOST_BLOCKS) blocks = QUANTISED_MOST_BLOCKS;
-        while (smem_bytes(blocks) > room) blocks--;
+        while (smem_bytes(blocks) > most) blocks--;
         return blocks;
     }
 };
@@ -71,19 +66,25 @@ struct quantised_cta {
         : params(params), args(params.args)
     {
         thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-        lane = {thread / 4, thread % 4, turn_of(thread / 4), args.weight.scales_dtype};
+        lane = {thread / 4, thread % 4, turn_of<Format::PITCH>(thread / 4), args.weight.scales_dtype};
         row_bytes = (int)args.weight.in_features * Format::BITS / 8;
         num_lines = ((int)args.weight.in_features + S::LINE_INPUTS - 1) / S::LINE_INPUTS;
         begin = blockIdx.x * params.blocks_of_cta, end = min(begin + params.blocks_of_cta, params.num_blocks);
         width = args.epilogue.is_gated ? QUANTISED_BLOCK / 2 : QUANTISED_BLOCK;
         num_outputs = (int)(args.epilogue.is_gated ? args.weight.out_features / 2 : args.weight.out_features);
-        char *its = (char *)smem + warp * S::DEPTH * QUANTISED_UNIT;
-        const uint32_t to = smem_address(its) + thread / 8 * QUANTISED_PITCH;
-        for (int i = 0; i < 2; i++)
-            copies_at[i] = to + i * 4 * QUANTISED_PITCH + (thread % 8 ^ turn_of(thread / 8 + i * 4)) * 16;
-        ring = its + lane.group * QUANTISED_PITCH, sums = (float *)((char *)smem + S::RING_BYTES);
+        char *its = (char *)smem + warp * S::DEPTH * S::UNIT;
+        for (int i = 0; i < 2; i++) {
+            const int row = copied_row() + i * 4, at = copied_piece() ^ turn_of<Format::PITCH>(row);
+            copies_at[i] = smem_address(its) + row * Format::PITCH + at * 16;
+        }
+        ring = its + lane.group * Format::PITCH, sums = (float *)((char *)smem + S::RING_BYTES);
         own = lane.quad * 2 / S::COLUMN_ROWS;
     }
+
+    /* This lane's among the rows that an instruction of the warp copies, and its 16 bytes of that. */
+    static constexpr int PIECES = Format::PITCH / 16, COPIED_ROWS = 32 / PIECES;
+    __device__ __forceinline__ int copied_row() const { return thread / PIECES; }
+    __device__ __forceinline__ int copied_piece() const { return thread % PIECES; }
 
     /* A warp's way: of each round of blocks its lines, of each line the blocks. */
     struct step {
@@ -105,13 +106,13 @@ struct quantised_cta {
     /* Asks for a unit of a step; zeros where the weight has no such rows or inputs. */
     __device__ __forceinline__ void copy(const step &at, int unit, int slot) const
     {
-        const int row = at.block * width + thread / 8, left = num_outputs - row;
-        const int byte = (at.line * S::LINE_UNITS + unit) * QUANTISED_PITCH + thread % 8 * 16;
+        const int row = at.block * width + copied_row(), left = num_outputs - row;
+        const int byte = (at.line * S::LINE_UNITS + unit) * Format::PITCH + copied_piece() * 16;
         const uint32_t stride = (uint32_t)args.weight.stride, from = row * stride + byte;
-        for (int i = 0; i < 4; i++) {
-            const bool has_it = i % 2 * 4 + (args.epilogue.is_gated ? 0 : i / 2 * 8) < left && byte < row_bytes;
-            const int further = i % 2 * 4 + i / 2 * (args.epilogue.is_gated ? num_outputs : 8);
-            copy_async_16(copies_at[i % 2] + slot * QUANTISED_UNIT + i / 2 * 8 * QUANTISED_PITCH,
+        for (int i = 0; i < QUANTISED_BLOCK; i += COPIED_ROWS) {
+            const bool has_it = i % 8 + (args.epilogue.is_gated ? 0 : i / 8 * 8) < left && byte < row_bytes;
+            const int further = i % 8 + i / 8 * (args.epilogue.is_gated ? num_outputs : 8);
+            copy_async_16(copies_at[i % 8 / 4] + slot * S::UNIT + i / 8 * 8 * Format::PITCH,
                           (const char *)args.weight.data + (from + further * stride), has_it ? 16 : 0);
         }
     }
@@ -183,7 +184,7 @@ struct quantised_cta {
     {
         const int outputs = params.blocks_of_round * width, count = (int)args.x.num_rows * outputs;
 #pragma unroll
-        for (int p = 0; p < QUANTISED_OUTPUTS; p++) {
+        for (int p = 0; p < S::OUTPUTS; p++) {
             const int at = threadIdx.x + p * QUANTISED_THREADS;
             if (at >= count) break;
             const int row = at / outputs, block = (at - row * outputs) / width;
@@ -243,7 +244,7 @@ __device__ static __forceinline__ void multiply_line(float (&acc)[S::EIGHTS][4],
 #pragma unroll
         for (int i = 0; i < Format::UNIT_GROUPS; i++) {
             const int group = unit * Format::UNIT_GROUPS + i, s = group / S::GPC;
-            Format::multiply(cta.ring + slot * QUANTISED_UNIT, i, cta.lane, x, s, [&](const auto &sums, int part) {
+            Format::multiply(cta.ring + slot * S::UNIT, i, cta.lane, x, s, [&](const auto &sums, int part) {
                 if constexpr (S::GPC == 1) Format::add(acc, sums, cta.lane, x, s, scales[s], part);
                 for (int k = 0; k < S::EIGHTS * 4 && S::GPC > 1; k++)
                     own[k / 4][k % 4] = group % S::GPC == cta.own ? sums[k / 4][k % 4] : own[k / 4][k % 4];
@@ -257,7 +258,7 @@ __device__ static __forceinline__ void multiply_line(float (&acc)[S::EIGHTS][4],
 }
 
 template <class S>
-__global__ void __launch_bounds__(QUANTISED_THREADS, 2)
+__global__ void __launch_bounds__(QUANTISED_THREADS, S::CTAS)
     linear_few_quantised_kernel(const __grid_constant__ few_quantised_params params)
 {
     extern __shared__ uint4 smem[];
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(QUANTISED_THREADS, 2)
     int slot = 0, ready = warp /* the line that x is of */;
     for (int first = cta.begin; first < end; first += params.blocks_of_round) {
         const int blocks = min(params.blocks_of_round, end - first);
-        float addends[QUANTISED_OUTPUTS] = {}; /* asked for early */
+        float addends[S::OUTPUTS] = {}; /* asked for early */
         if (args.epilogue.bias || args.epilogue.adds_to_out)
             cta.for_outputs(first, [&](int p, auto &its) { addends[p] = cta.addend_of(its, first); });
         for (int line = warp; line < num_lines; line += QUANTISED_WARPS) {

@@ -1,8 +1,8 @@
 /* few_quantised.h - what few_quantised_kernel.h multiplies: a weight in float8 or int4 as it lies, made numbers of 16 bits
  * without a rounding. The sums of a block of the weight, in float32, are multiplied by its scale.
  *
- * Terms: a group is 128 inputs; a unit is one or two groups (128 bytes, or 64) of 16 rows of the weight. lane = 4 * group + quad, as in the
- * fragments of mma_16816: `group` is a row of the weight (and group + 8).
+ * Terms: a group is 128 inputs; a unit is one or two groups (128 bytes, or 64) of 16 rows of the weight.
+ * lane = 4 * group + quad, as in the fragments of mma_16816: that `group` is a row of the weight (and group + 8).
  */
 #ifndef PK_CUDA_LINEAR_FEW_QUANTISED_H
 #define PK_CUDA_LINEAR_FEW_QUANTISED_H
@@ -14,6 +14,9 @@
 enum {
     QUANTISED_BLOCK = 16,  /* outputs */
     QUANTISED_GROUP = 128, /* inputs */
+    QUANTISED_WARPS = 8,
+    QUANTISED_THREADS = QUANTISED_WARPS * 32,
+    QUANTISED_MOST_BLOCKS = 12, /* of a round */
 };
 
 struct few_quantised_params {
@@ -191,6 +194,30 @@ struct quantised_int4 {
                 numbers::add_inputs(of_x, x.bits[s][part][e]);
             for (int r = 0; r < 4; r++) acc[e][r] += of[r / 2].x * (sums[e][r] - of[r / 2].y * of_x[r % 2]);
         }
+    }
+};
+
+/* LINE: groups of a line. DEPTH: units of a warp's ring. CTAS: on an SM of 228 KB. */
+template <class Format_, int LINE_, int GPC_, int EIGHTS_, int DEPTH_, int CTAS_ = 2>
+struct quantised_shape {
+    using Format = Format_;
+    static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, CTAS = CTAS_, SETS = LINE / GPC;
+    static constexpr int LINE_UNITS = LINE / Format::UNIT_GROUPS, LINE_INPUTS = LINE * QUANTISED_GROUP;
+    static constexpr int COLUMN_ROWS = 8 / GPC, ROWS = COLUMN_ROWS * EIGHTS;
+    static constexpr bool COMES_EARLY = SETS * EIGHTS == 1;                         /* x of the next line */
+    static constexpr int OUTPUTS = EIGHTS > 2 ? 8 : 4;                              /* of a thread in a round */
+    static constexpr int PITCH = ROWS <= 2 ? QUANTISED_BLOCK : QUANTISED_BLOCK + 4, /* floats; spreads the banks */
+        SUMS = ROWS * PITCH;                                                        /* of a warp and block */
+    static constexpr int UNIT = QUANTISED_BLOCK * Format::PITCH, RING_BYTES = QUANTISED_WARPS * DEPTH * UNIT;
+
+    static constexpr int smem_bytes(int blocks) { return RING_BYTES + blocks * QUANTISED_WARPS * SUMS * 4; }
+    static constexpr int most_blocks(const pk_cuda_card &card)
+    {
+        const int room = (228 / CTAS - 1) << 10, most = card.smem_per_cta < room ? card.smem_per_cta : room;
+        int blocks = OUTPUTS * QUANTISED_THREADS / (ROWS * QUANTISED_BLOCK);
+        if (blocks > QUANTISED_MOST_BLOCKS) blocks = QUANTISED_MOST_BLOCKS;
+        while (smem_bytes(blocks) > most) blocks--;
+        return blocks;
     }
 };
 

@@ -5,7 +5,7 @@
  * So what a weight of few bits is short of, instructions, goes to the weight alone. Sums of warps and lines meet in shared
  * memory and are added in a fixed order; no sum crosses CTAs.
  *
- * A warp copies units of 128 bytes a row, four rows by an instruction, into a ring that no other warp touches, and with
+ * A warp copies units, of which neighbouring lanes take a row, into a ring that no other warp touches, and with
  * `weight_is_constant` fills it before the previous kernel has ended. Scales are asked for a step ahead, and so is x where
  * registers allow: what is asked for late waits behind all of the weight that is on its way.
  *
@@ -17,32 +17,6 @@
 #define PK_CUDA_LINEAR_FEW_QUANTISED_KERNEL_H
 
 #include "cuda/linear/few_quantised.h"
-
-enum { QUANTISED_WARPS = 8, QUANTISED_THREADS = QUANTISED_WARPS * 32, QUANTISED_MOST_BLOCKS = 12 /* of a round */ };
-
-/* LINE: groups of a line. DEPTH: units of a warp's ring. CTAS: on an SM of 228 KB. */
-template <class Format_, int LINE_, int GPC_, int EIGHTS_, int DEPTH_, int CTAS_ = 2>
-struct quantised_shape {
-    using Format = Format_;
-    static constexpr int LINE = LINE_, GPC = GPC_, EIGHTS = EIGHTS_, DEPTH = DEPTH_, CTAS = CTAS_, SETS = LINE / GPC;
-    static constexpr int LINE_UNITS = LINE / Format::UNIT_GROUPS, LINE_INPUTS = LINE * QUANTISED_GROUP;
-    static constexpr int COLUMN_ROWS = 8 / GPC, ROWS = COLUMN_ROWS * EIGHTS;
-    static constexpr bool COMES_EARLY = SETS * EIGHTS == 1;                         /* x of the next line */
-    static constexpr int OUTPUTS = EIGHTS > 2 ? 8 : 4;                              /* of a thread in a round */
-    static constexpr int PITCH = ROWS <= 2 ? QUANTISED_BLOCK : QUANTISED_BLOCK + 4, /* floats; spreads the banks */
-        SUMS = ROWS * PITCH;                                                        /* of a warp and block */
-    static constexpr int UNIT = QUANTISED_BLOCK * Format::PITCH, RING_BYTES = QUANTISED_WARPS * DEPTH * UNIT;
-
-    static constexpr int smem_bytes(int blocks) { return RING_BYTES + blocks * QUANTISED_WARPS * SUMS * 4; }
-    static constexpr int most_blocks(const pk_cuda_card &card)
-    {
-        const int room = (228 / CTAS - 1) << 10, most = card.smem_per_cta < room ? card.smem_per_cta : room;
-        int blocks = OUTPUTS * QUANTISED_THREADS / (ROWS * QUANTISED_BLOCK);
-        if (blocks > QUANTISED_MOST_BLOCKS) blocks = QUANTISED_MOST_BLOCKS;
-        while (smem_bytes(blocks) > most) blocks--;
-        return blocks;
-    }
-};
 
 /* A thread's view of its CTA. */
 template <class S>

@@ -205,8 +205,8 @@ ALLOWED_LOCAL_MEMORY = [
     (r"attention_prefill_kernelI", 336, "the rare path that scores a tile again: the scores, so that its loop stays a loop; "
                                         "and some of the list of items, whose warp has 32 or 40 registers"),
     (r"attention_decode_kernelI.*Li256E", 80, "what 255 registers do not hold of rows of 256 dims: addresses, read once a turn"),
-    (r"linear_few_quantised_kernelI.*quantised_int4", 160, "16 rows, above all of small groups: some of what a CTA has once, beside "
-                                                           "x, which alone takes 64 of the 128 registers that two CTAs leave"),
+    (r"linear_few_quantised_kernelI.*quantised_int4", 32, "small groups, whose scales are many: some of what a CTA has once, beside x "
+                                                          "and them: 128 registers are what two CTAs leave"),
     (r"expert_few_kernelI(10expert_fp8|11expert_int4)", 24, "the same, and the scales of a line"),
     (r"expert_any_kernelI", 32, "the eight values that a thread decodes at once"),
     (r"sample_kernelI.*Lb1E", 24, "six of its 64 registers, in the filters: 1024 threads an SM are worth more"),

@@ -53,7 +53,7 @@ def test_a_layer_whose_products_overlap(cuda, rng, rows, kind):
             yield out
 
     one_by_one = [get(out) for out in run()]  # which waits for each
-    assert all(np.isfinite(each).all() and each.std() > 0.01 for each in one_by_one)
+    assert all(np.isfinite(each).all() and each.any() for each in one_by_one)
     for _ in range(20):
         list(run())
         for out, bits in zip(outs, one_by_one):

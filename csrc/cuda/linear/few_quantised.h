@@ -161,7 +161,7 @@ struct quantised_int4 {
     __device__ static __forceinline__ void multiply(const char *row, int in_unit, const quantised_lane &lane,
                                                     const quantised_x<SETS, EIGHTS> &x, int s, Leave leave)
     {
-        const uint32_t offset = numbers::offset_bits();
+        const uint32_t low_bits = numbers::low_bits();
         const int turn = lane.turn ^ in_unit * 4;
         uint32_t words[2][4]; /* of 8 inputs */
         for (int h = 0; h < 2; h++) {
@@ -174,7 +174,7 @@ struct quantised_int4 {
         for (int p = 0; p < PARTS; p++) {
             float sums[EIGHTS == 1 ? 2 : 1][EIGHTS][4] = {};
             for (int k = p * WORDS; k < (p + 1) * WORDS; k++)
-                numbers::template multiply<EIGHTS>(sums, words[0][k], words[1][k], offset, x.bits[s][k]);
+                numbers::template multiply<EIGHTS>(sums, words[0][k], words[1][k], low_bits, x.bits[s][k]);
             leave(add_chains(sums), p);
         }
     }

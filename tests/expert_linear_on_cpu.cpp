@@ -1,52 +1,7 @@
 /* expert_linear_on_cpu.cpp - kernels of expert_linear on a GPU, by their own code on the CPU
- * (tests/test_expert_linear_on_cpu.py): the plain one, and that for few tokens, whose copies are done at once and whose
- * matrix instructions are those of PTX, in float32.
- */
+ * (tests/test_expert_linear_on_cpu.py): the plain one, and that for few tokens. */
 #define EMULATED_THREADS 256
-#include "emulated_gpu.h"
-
-static struct {
-    unsigned x;
-} block_now, grid_now;
-#define blockIdx block_now
-#define gridDim grid_now
-extern "C" float __expf(float x) noexcept { return std::exp(x); }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
-
-#define PK_CUDA_MMA_H
-/* c += a b of a warp: element [row][k] of a is in lane row % 8 * 4 + k % 8 / 2, that of b [k][column] in lane column * 4 +
- * k % 8 / 2, and that of c [row][column] in lane row % 8 * 4 + column / 2. */
-template <typename T>
-static void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint2 b)
-{
-    static uint32_t all_a[emulated::WARPS][32][4], all_b[emulated::WARPS][32][2];
-    const int warp = emulated::current / 32, lane = emulated::current % 32;
-    std::memcpy(all_a[warp][lane], a, sizeof a);
-    std::memcpy(all_b[warp][lane], &b, sizeof b);
-    __syncwarp();
-    auto half_of = [](uint32_t pair, int which) { return (float)emulated::bits_of<T>((uint16_t)(pair >> 16 * which)); };
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++)
-            c[i] += half_of(all_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
-                    half_of(all_b[warp][column * 4 + k % 8 / 2][k / 8], k % 2);
-    }
-    __syncwarp();
-}
-
-#include "cuda/pack.h"
-static uint4 smem_of_cta[16 << 10]; /* dynamic shared memory, in the header that the test has copied */
-#define smem_address(pointer) ((uint32_t)((const char *)(pointer) - (const char *)smem_of_cta))
-#define copy_async_16 copy_at_once
-#define copy_async_commit()
-#define copy_async_wait(pending)
-static void copy_at_once(uint32_t to, const void *from, int bytes)
-{
-    std::memset((char *)smem_of_cta + to, 0, 16);
-    std::memcpy((char *)smem_of_cta + to, from, bytes);
-}
+#include "emulated_mma.h"
 
 #include "cuda/experts/any.cu"
 #include "cuda/experts/few.cu"

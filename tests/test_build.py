@@ -205,9 +205,9 @@ ALLOWED_LOCAL_MEMORY = [
     (r"attention_prefill_kernelI", 336, "the rare path that scores a tile again: the scores, so that its loop stays a loop; "
                                         "and some of the list of items, whose warp has 32 or 40 registers"),
     (r"attention_decode_kernelI.*Li256E", 80, "what 255 registers do not hold of rows of 256 dims: addresses, read once a turn"),
-    (r"linear_few_kernelI(7few_fp8|8few_int4)", 40, "some of what a tile has once, beside x and the scales of a line: 128 registers "
-                                                    "are what two CTAs leave (benchmarks/lab/linear/NOTES-quantised.md)"),
-    (r"expert_few_kernelI(10expert_fp8|11expert_int4)", 24, "the same"),
+    (r"linear_few_quantised_kernelI.*quantised_int4", 32, "small groups, whose scales are many: some of what a CTA has once, beside x "
+                                                          "and them: 128 registers are what two CTAs leave"),
+    (r"expert_few_kernelI(10expert_fp8|11expert_int4)", 24, "the same, and the scales of a line"),
     (r"expert_any_kernelI", 32, "the eight values that a thread decodes at once"),
     (r"sample_kernelI.*Lb1E", 24, "six of its 64 registers, in the filters: 1024 threads an SM are worth more"),
 ]
@@ -304,8 +304,8 @@ def test_no_kernel_takes_more_shared_memory_than_a_card_has():
             if most + asked > card.smem_per_cta:
                 beyond[each["kernel"], each["variant"], each["reads"], each["head_dim"], card.arch] = most, asked
     assert beyond == {}
-    for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "expert_few_kernel",
-                   "sample_kernel"):  # fmt: skip
+    for kernel in ("attention_decode_kernel", "attention_prefill_sm80_kernel", "linear_few_kernel", "linear_few_quantised_kernel",
+                   "expert_few_kernel", "sample_kernel"):  # fmt: skip
         assert {arch for name, arch in asked_for if name == kernel} == {card.arch for card in CARDS}
     assert all(size > 0 for name, size in declared.items() if "sm90a_probe_kernel" in name)  # how a Hopper's code is known
     few = max(size for name, size in declared.items() if "17linear_few_kernelI" in name)

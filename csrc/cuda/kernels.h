@@ -47,10 +47,9 @@ constexpr pk_cuda_kernel_table pk_cuda_table(const pk_cuda_instance<Launcher> (&
 extern const pk_cuda_kernel_table pk_cuda_attention_decode_kernels, pk_cuda_attention_prefill_sm80_kernels,
     pk_cuda_attention_prefill_sm90_kernels, pk_cuda_decode_step_kernels, pk_cuda_expert_few_fp8_kernels,
     pk_cuda_expert_few_int4_kernels, pk_cuda_expert_few_kernels, pk_cuda_expert_grouped_kernels,
-    pk_cuda_expert_many_kernels, pk_cuda_linear_few_fp8_kernels, pk_cuda_linear_few_int4_kernels,
-    pk_cuda_linear_few_int4_parts_kernels, pk_cuda_linear_few_kernels, pk_cuda_linear_sm90_kernels,
-    pk_cuda_linear_wide_kernels, pk_cuda_moe_few_kernels, pk_cuda_sample_kernels, pk_cuda_sample_linear_kernels,
-    pk_cuda_token_logprobs_kernels;
+    pk_cuda_expert_many_kernels, pk_cuda_linear_few_kernels, pk_cuda_linear_few_quantised_kernels,
+    pk_cuda_linear_sm90_kernels, pk_cuda_linear_wide_kernels, pk_cuda_moe_few_kernels, pk_cuda_sample_kernels,
+    pk_cuda_sample_linear_kernels, pk_cuda_token_logprobs_kernels;
 
 /* For a launcher that found no row: the conditions of its kernel and its table do not agree. */
 static inline pk_status pk_cuda_no_instance(const pk_cuda_call &call, const char *kernel)

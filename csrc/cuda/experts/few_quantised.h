@@ -103,7 +103,7 @@ struct expert_int4 : expert_few_cta<T, PK_U8> {
     {
         const int threads = this->num_warps * 32;
         const uint32_t *ring = (const uint32_t *)(this->ring + this->warp * 32 + this->group) + this->quad;
-        const uint32_t offset = numbers::offset_bits();
+        const uint32_t low_bits = numbers::low_bits();
         __syncwarp();
 #pragma unroll
         for (int first = 0; first < 4; first += PARTS) {
@@ -113,7 +113,7 @@ struct expert_int4 : expert_few_cta<T, PK_U8> {
                                high = ring[((slot * 2 + 1) * threads + j * 8) * 4];
                 const uint4 its_x[1] = {x.bits[j]};
                 numbers::add_inputs(inputs, x.bits[j]);
-                numbers::template multiply<1>(sums, low, high, offset, its_x);
+                numbers::template multiply<1>(sums, low, high, low_bits, its_x);
             }
             for (int i = 0; i < 4; i++) {
                 const float2 &scale = scales.of[first / PARTS][i / 2];

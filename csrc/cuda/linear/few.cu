@@ -6,12 +6,13 @@ bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device
     bool is_16_bit = args->x.dtype == PK_BF16 || args->x.dtype == PK_F16;
     int64_t strides = args->weight.in_features | args->x.stride | args->weight.stride;
     if (args->epilogue.is_gated && args->epilogue.bias) return false;
-    bool is_possible = is_16_bit && args->x.num_rows <= MAX_ROWS && args->weight.in_features > 0 &&
-                       args->weight.out_features > 0 && args->weight.in_features <= 1 << 15 &&
-                       args->weight.out_features <= 1 << 30 && strides % 8 == 0 && args->weight.stride <= 1 << 29 &&
+    bool is_possible = is_16_bit && args->weight.in_features > 0 && args->weight.out_features > 0 &&
+                       args->weight.in_features <= 1 << 15 && args->weight.out_features <= 1 << 30 &&
+                       strides % 8 == 0 && args->weight.stride <= 1 << 29 &&
                        pk_are_multiples(16, args->x.data, args->weight.data);
     if (!is_possible) return false;
     if (args->weight.scales) return pk_cuda_linear_few_quantised_applies(args, device);
+    if (args->x.num_rows > MAX_ROWS) return false;
     linear_few_params params = plan_linear_few(args, device);
     return (params.num_warps == FEW_WARPS || args->x.num_rows <= MAX_ROWS / 2) && params.num_slots > 0;
 }

@@ -15,10 +15,8 @@ struct few_cta {
     using T = T_;
     static constexpr int EIGHTS = EIGHTS_, WARPS = WARPS_, THREADS = WARPS * 32;
     static constexpr pk_dtype WEIGHT = WEIGHT_;
-    static constexpr const char *VARIANT = ""; /* of the instance */
-    static constexpr few_form FORM = few_form_of(WEIGHT);
+    static constexpr few_form FORM = FEW_16_BIT;
     static constexpr int LINE = FORM.line(), DEPTH = FORM.depth(WARPS), PIECES = FORM.pieces;
-    static constexpr bool DIVIDES = FORM.bits == 16; /* where the epilogue asks for it */
     static constexpr int BLOCKS = MAX_TILE / BLOCK;
     static constexpr int OUTPUTS = (EIGHTS * 8 * MAX_TILE + THREADS - 1) / THREADS; /* of a thread */
 
@@ -47,7 +45,7 @@ struct few_cta {
         width = args.epilogue.is_gated ? params.tile / 2 : params.tile;
         num_outputs = (int)(args.epilogue.is_gated ? args.weight.out_features / 2 : args.weight.out_features);
         sums_stride = num_blocks * BLOCK + 4; /* spreads the banks */
-        stride_bytes = (int)args.weight.stride * (FORM.bits == 16 ? 2 : 1);
+        stride_bytes = (int)args.weight.stride * (int)sizeof(T);
         last_row = (int)args.weight.out_features - 1;
         sums = (float *)(smem + params.sums_at);
     }
@@ -67,7 +65,7 @@ struct few_cta {
     __device__ __forceinline__ void copy(int tile, int line, int block, int slot, uint32_t place) const
     {
         const int column = first_column(line) + quad * FORM.piece();
-        const char *at = (const char *)args.weight.data + column * FORM.bits / 8;
+        const char *at = (const char *)args.weight.data + column * sizeof(T);
         const uint32_t to = place + slot * (2 * PIECES * THREADS * 16);
         int bytes[PIECES];
         for (int p = 0; p < PIECES; p++) bytes[p] = column + p * 4 * FORM.piece() < size ? 16 : 0;
@@ -103,7 +101,7 @@ struct few_cta {
         const int warp_stride = num_rows * sums_stride;
         float sum = 0, scale = 1;
         for (int w = 0; w < WARPS; w++) sum += from[w * warp_stride];
-        if (DIVIDES && args.epilogue.divides_by_rms) {
+        if (args.epilogue.divides_by_rms) {
             float square = 0;
             for (int w = 0; w < WARPS; w++) square += squares_of[w][row];
             scale = rsqrtf(square / size + args.epilogue.rms_eps);
@@ -130,11 +128,6 @@ struct few_16_bit : few_cta<T, EIGHTS, WARPS, pk_cuda_dtype_of<T>> {
     struct rows {
         uint4 bits[AHEAD][2][EIGHTS];
     };
-    struct scales {
-    };
-
-    __device__ __forceinline__ int place() const { return threadIdx.x; }
-    __device__ __forceinline__ scales scales_of(int) const { return {}; }
 
     /* Some of this warp's lines of x, from number `first` on. */
     __device__ __forceinline__ void load_x(rows &x, int first) const
@@ -156,8 +149,7 @@ struct few_16_bit : few_cta<T, EIGHTS, WARPS, pk_cuda_dtype_of<T>> {
         }
     }
     /* One slot of the ring (16 outputs by a line of the weight) times the same line of x, the a-th that was loaded. */
-    __device__ __forceinline__ void multiply_block(float (&acc)[EIGHTS][4], const rows &x, int a, int slot,
-                                                   const scales &, int) const
+    __device__ __forceinline__ void multiply_block(float (&acc)[EIGHTS][4], const rows &x, int a, int slot) const
     {
         const uint4 *ring = this->ring + threadIdx.x;
         for (int p = 0; p < 2; p++) {

@@ -52,61 +52,75 @@ __device__ static __forceinline__ void few_multiply_fp8(float (&sums)[EIGHTS][4]
     }
 }
 
-/* A value of int4 becomes the last bits of a number, by one instruction for two. In bfloat16 that number is 128, whose last
- * bit is worth 1. In float16 it is 0, whose last bit is worth 2^-24: nothing is added, so the sums lose no places to it.
- * (bfloat16's last bit of 0 is worth 2^-133, too little for float32's sums.) 128 and the zero are taken off the sums,
- * times the sum of the inputs, which a product by UNIT gives; the scale is divided by UNIT. */
+/* A value of int4 becomes the last bits of a number, by one instruction for two. In bfloat16 that number is 128, which is
+ * taken off the sums with the zero, times the sum of the inputs. In float16 it is 1,024, or 64 for bits that lie higher, and
+ * is taken off at once: sums with it, or with denormals (the last bits of 0), lose the places of it. */
 template <typename T>
 struct few_int4_numbers {
     static constexpr bool IS_F16 = std::is_same_v<T, __half>;
     static constexpr int OFFSET = IS_F16 ? 0 : 128;
-    static constexpr uint32_t OFFSET_BITS = IS_F16 ? 0 : 0x43004300, UNIT_BITS = IS_F16 ? 0x00010001 : 0x3f803f80;
-    static constexpr float UNIT = IS_F16 ? 0x1p-24f : 1;
+    static constexpr uint32_t LOW = IS_F16 ? 0x64006400 : 0x43004300, HIGH = 0x54005400,
+                              ONES = IS_F16 ? 0x3c003c00 : 0x3f803f80;
 
-    __device__ static __forceinline__ uint32_t offset_bits()
+    /* In a register, for pair_of. */
+    __device__ static __forceinline__ uint32_t low_bits()
     {
 #ifdef __CUDA_ARCH__
         uint32_t bits;
-        asm("mov.b32 %0, %1;" : "=r"(bits) : "n"(OFFSET_BITS)); /* in a register, for pair_of */
+        asm("mov.b32 %0, %1;" : "=r"(bits) : "n"(LOW));
         return bits;
 #else
-        return OFFSET_BITS;
+        return LOW;
 #endif
     }
-    /* The i-th pair of a word's eight values, more by the offset. */
-    __device__ static __forceinline__ uint32_t pair_of(uint32_t word, int i, uint32_t offset)
+    __device__ static __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_t more)
     {
 #ifdef __CUDA_ARCH__
         uint32_t pair;
-        asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(pair) : "r"(word >> 4 * i), "r"(offset)); /* (a & b) | c */
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(mask), "r"(more)); /* (a & b) | c */
         return pair;
 #else
-        return (word >> 4 * i & 0x000f000f) | offset;
+        return (word & mask) | more;
 #endif
     }
-    /* The scale of a row's block, for sums in UNITs, and its zero with the offset. */
+    /* The i-th pair of a word's eight values, more by the offset. */
+    __device__ static __forceinline__ uint32_t pair_of(uint32_t word, int i, uint32_t low)
+    {
+        if constexpr (IS_F16) {
+            const uint32_t more = i % 2 ? HIGH : low, its = i < 2 ? word : word >> 8,
+                           pair = i % 2 ? and_or(its, 0x00f000f0, more) : and_or(its, 0x000f000f, more);
+            const __half2 values = __hsub2(*(const __half2 *)&pair, *(const __half2 *)&more);
+            return *(const uint32_t *)&values;
+        } else {
+            return and_or(word >> 4 * i, 0x000f000f, low);
+        }
+    }
+    /* The scale of a row's block, and its zero with the offset. */
+    __device__ static __forceinline__ float2 scale_of(pk_dtype dtype, uint16_t bits, int zero)
+    {
+        const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
+        return {dtype == PK_F16 ? of_f16 : of_bf16, (float)(zero + OFFSET)};
+    }
     __device__ static __forceinline__ float2 load_scale(const pk_weight &weight, int64_t scale_at, int64_t zero_at)
     {
-        const uint16_t bits = ((const uint16_t *)weight.scales)[scale_at];
-        const float of_f16 = __half2float(__ushort_as_half(bits)), of_bf16 = __uint_as_float((uint32_t)bits << 16);
-        const int zero = weight.zeros ? weight.zeros[zero_at] : PK_INT4_ZERO;
-        return {(weight.scales_dtype == PK_F16 ? of_f16 : of_bf16) / UNIT, (float)(zero + OFFSET)};
+        return scale_of(weight.scales_dtype, ((const uint16_t *)weight.scales)[scale_at],
+                        weight.zeros ? weight.zeros[zero_at] : PK_INT4_ZERO);
     }
-    /* The sums of 8 inputs of each row, in UNITs, in all columns. */
+    /* The sums of 8 inputs of each row, in all columns. */
     __device__ static __forceinline__ void add_inputs(float (&sums)[4], const uint4 &x)
     {
-        mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.x, x.y});
-        mma_16816<T>(sums, {UNIT_BITS, UNIT_BITS, UNIT_BITS, UNIT_BITS}, {x.z, x.w});
+        mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {x.x, x.y});
+        mma_16816<T>(sums, {ONES, ONES, ONES, ONES}, {x.z, x.w});
     }
-    /* A word of two rows of the weight, by the same 8 inputs of x: two chains of instructions. */
-    template <int EIGHTS>
-    __device__ static __forceinline__ void multiply(float (&sums)[2][EIGHTS][4], uint32_t low, uint32_t high,
-                                                    uint32_t offset, const uint4 (&x)[EIGHTS])
+    /* A word of two rows of the weight, by the same 8 inputs of x: one or two chains of instructions. */
+    template <int EIGHTS, int CHAINS>
+    __device__ static __forceinline__ void multiply(float (&sums)[CHAINS][EIGHTS][4], uint32_t low, uint32_t high,
+                                                    uint32_t low_bits, const uint4 (&x)[EIGHTS])
     {
         for (int k = 0; k < 2; k++) {
-            const uint32_t a[4] = {pair_of(low, k * 2, offset), pair_of(high, k * 2, offset),
-                                   pair_of(low, k * 2 + 1, offset), pair_of(high, k * 2 + 1, offset)};
-            for (int e = 0; e < EIGHTS; e++) mma_16816<T>(sums[k][e], a, ((const uint2 *)&x[e])[k]);
+            const uint32_t a[4] = {pair_of(low, k * 2, low_bits), pair_of(high, k * 2, low_bits),
+                                   pair_of(low, k * 2 + 1, low_bits), pair_of(high, k * 2 + 1, low_bits)};
+            for (int e = 0; e < EIGHTS; e++) mma_16816<T>(sums[k % CHAINS][e], a, ((const uint2 *)&x[e])[k]);
         }
     }
 };

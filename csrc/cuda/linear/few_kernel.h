@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
 
     /* Copies run ahead of the work, so they have their own place. */
     int copy_tile = num_lines > 0 ? blockIdx.x : params.num_tiles, copy_line = 0, copy_block = 0, copy_slot = 0;
-    const uint32_t place = smem_address(smem + cta.place());
+    const uint32_t place = smem_address(smem + threadIdx.x);
     auto copy_next = [&]() {
         if (copy_tile < params.num_tiles) {
             cta.copy(copy_tile, copy_line, copy_block, copy_slot, place);
@@ -68,13 +68,11 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
             if (rows_of[p] >= num_rows || output >= num_outputs) continue;
             addends[p] = cta.addend_of(output, at);
         }
-        const typename few::scales scales = cta.scales_of(tile);
         float acc[few::BLOCKS][EIGHTS][4] = {}, squares[EIGHTS][4] = {};
         for (int first = 0; first < cta.most_lines; first += few::AHEAD) {
             typename few::rows x;
             cta.load_x(x, first);
-            if constexpr (few::DIVIDES)
-                if (args.epilogue.divides_by_rms) cta.add_squares(squares, x, first);
+            if (args.epilogue.divides_by_rms) cta.add_squares(squares, x, first);
 #pragma unroll
             for (int a = 0; a < few::AHEAD; a++) {
                 if (first + a >= num_lines) break;
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
                         copy_async_wait(params.num_slots - 1);
                     else
                         copy_async_wait<few::DEPTH - 1>();
-                    cta.multiply_block(acc[n], x, a, slot, scales, n);
+                    cta.multiply_block(acc[n], x, a, slot);
                     copy_next();
                     if (++slot == params.num_slots) slot = 0;
                 }
@@ -100,8 +98,7 @@ __global__ void __launch_bounds__(few::THREADS, MANY_WARPS / few::WARPS)
                 for (int n = 0; n < few::BLOCKS; n++)
                     if (n < num_blocks && row < num_rows) to[n * BLOCK] = acc[n][e][i];
             }
-            if (few::DIVIDES && quad == group / 2)
-                squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
+            if (quad == group / 2) squares_of[warp][e * 8 + group] = group % 2 ? squares[e][1] : squares[e][0];
         }
         __syncthreads();
         for (int p = 0; p < few::OUTPUTS; p++) {
@@ -140,7 +137,7 @@ static constexpr int few_smem_on(const pk_cuda_card &card)
 }
 template <typename few, bool IS_SHALLOW = false>
 static constexpr few_instance instance_of_few = {
-    {"linear_few_kernel", IS_SHALLOW ? FEW_SHALLOW : few::VARIANT, pk_cuda_dtype_of<typename few::T>, few::WEIGHT, 0,
+    {"linear_few_kernel", IS_SHALLOW ? FEW_SHALLOW : "", pk_cuda_dtype_of<typename few::T>, few::WEIGHT, 0,
      few::EIGHTS * 8, few::THREADS, pk_cuda_smem_of_cards(few_smem_on<few, IS_SHALLOW>)},
     launch_few<few, IS_SHALLOW>};
 

@@ -56,7 +56,7 @@ static constexpr int most_smem(const pk_cuda_card &card)
 static inline linear_few_params plan_linear_few(const pk_linear_args *args, const pk_cuda_device *device)
 {
     linear_few_params params = {*args};
-    const few_form form = few_form_of(args->weight.dtype);
+    constexpr few_form form = FEW_16_BIT;
     const bool is_small =
         args->weight.in_features * args->weight.out_features * form.bits / 8 <= (int64_t)SMALL * device->num_sms;
     const int warps = params.num_warps = is_small ? FEW_WARPS : MANY_WARPS, depth = form.depth(warps);

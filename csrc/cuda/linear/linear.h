@@ -9,7 +9,8 @@
 /* few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
-/* few_quantised.cu: what of it is the weight's in float8 or int4. */
+/* few_quantised.cu: the same of a weight in float8 or int4, which does not divide by squares: up to 64 rows, where they may
+ * not be rounded to e4m3. */
 bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few_quantised;
 

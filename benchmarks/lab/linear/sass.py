@@ -40,7 +40,7 @@ def report(name: str, lines: list[tuple[int, str]]) -> None:
     kinds = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in body(hot))
     inner = [loop for loop in every if hot[0] <= loop[0] and loop[1] <= hot[1] and loop != hot]
     print(f"{name}\n  {len(lines)} instructions; hot loop {sum(kinds.values())}, matrix {most}, loops inside {len(inner)}")
-    eights = 2 if re.search(r"Eights2|, 2, \(source", name) else 1
+    eights = 2 if re.search(r", 2, [0-9]+> >", name) else 1
     k1024 = most / (4 * eights) if "IMMA" not in kinds else most / 2
     alu = sum(count for kind, count in kinds.items() if kind in ALU)
     if k1024:

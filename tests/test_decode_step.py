@@ -187,12 +187,20 @@ class Setting:
         return sampled
 
     def twin(self):
+        """The logits by many kernels."""
         sampled, model, batch = self.start(), self.model, self.batch
         ops.take_sampled(batch.token_ids, sampled)
         hidden = model.forward(batch, self.caches[0].layers, model.allocate_buffers(self.rows))
-        numbers = batch.temperatures, batch.seeds, batch.next_positions
-        model.sample(hidden, *numbers, logits=model.allocate_logits(self.rows), out=sampled)
-        return sampled.tolist()
+        return np.array(model.logits(hidden, out=model.allocate_logits(self.rows)).tolist(), np.float32)
+
+    def assert_tokens(self, tokens, logits):
+        """Each wins with the row's own noise once its logit is raised by ten times what two right computations are
+        apart."""
+        assert min(tokens) >= 0
+        logits = logits.copy()
+        logits[np.arange(self.rows), tokens] += 0.1
+        numbers = self.batch.temperatures, self.batch.seeds, self.batch.next_positions
+        assert ops.sample(there(logits), *numbers).tolist() == tokens
 
     def arguments(self, sampled):
         batch = self.batch
@@ -225,6 +233,22 @@ def floats(content):
     return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
+def assert_caches(case, setting, used, others):
+    """Only the slots in use were written, with what the many kernels wrote. These round probabilities and the products
+    before norms to bfloat16, too: from the second layer on two right computations are 0.005 to 0.012 apart."""
+    share = len(used) / (setting.num_pages * case.block_size)  # of all slots
+    for i, (theirs, ours, before) in enumerate(zip(setting.content(0), setting.content(1), others, strict=True)):
+        if case.fp8:  # the heads of a slot are apart; of right ones 5 % are rounded otherwise, later up to 26 %
+            assert np.mean(ours != before) <= share and np.mean(ours != theirs) <= (0.1 if i < 2 else 0.5) * share
+            continue
+        theirs, ours, before = (each.reshape(-1, 2 * 8 * 128) for each in (theirs, ours, before))
+        changed = np.flatnonzero((ours != before).any(1))
+        assert set(changed) <= set(used) and len(changed) == len(used)
+        expected = floats(theirs[used].reshape(-1))
+        apart = np.linalg.norm(floats(ours[used].reshape(-1)) - expected) / np.linalg.norm(expected)
+        assert apart <= (0.01 if i < 2 else 0.03), (i // 2, "keys" if i % 2 == 0 else "values")
+
+
 CASES = {
     "one": Case((400,)),
     "first": Case((1,)),
@@ -249,22 +273,13 @@ class TestOnGpu:
     def test_step(self, tmp_path, name, in_clusters):
         case = CASES[name]
         setting = Setting(case, tmp_path)
-        expected, words = setting.twin(), setting.words(in_clusters)
+        logits, words = setting.twin(), setting.words(in_clusters)
         others = setting.content(1)
-        for _ in range(3):
-            tokens = setting.step(words, in_clusters).tolist()
-            assert tokens == expected
+        tokens = setting.step(words, in_clusters).tolist()
+        setting.assert_tokens(tokens, logits)
+        assert [setting.step(words, in_clusters).tolist() for _ in range(2)] == [tokens] * 2
         used = [slot for slot in setting.slots.tolist() if slot >= 0]
-        for theirs, ours, before in zip(setting.content(0), setting.content(1), others, strict=True):
-            if case.fp8:  # 8 heads of a page are apart
-                assert np.mean(ours != before) <= len(used) / (setting.num_pages * case.block_size)
-                assert np.mean(ours != theirs) <= 0.1 * len(used) / (setting.num_pages * case.block_size)
-                continue
-            theirs, ours, before = (each.reshape(-1, 2 * 8 * 128) for each in (theirs, ours, before))
-            changed = np.flatnonzero((ours != before).any(1))
-            assert set(changed) <= set(used) and len(changed) == len(used)
-            apart = floats(ours[used].reshape(-1)) - floats(theirs[used].reshape(-1))
-            assert np.linalg.norm(apart) <= 0.01 * np.linalg.norm(floats(theirs[used].reshape(-1)))
+        assert_caches(case, setting, used, others)
         ops.check_errors()
 
     @pytest.mark.parametrize("in_clusters", [True, False])

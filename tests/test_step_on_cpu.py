@@ -81,7 +81,7 @@ class Model:
             for _ in range(case.layers)
         ]  # fmt: skip
         self.embedding, self.norm = placed(case.vocab, case.hidden, scale=1), weight(case.hidden, scale=0.1, mean=1)
-        angles = np.arange(80)[:, None] * 1e6 ** (-np.arange(DIM // 2) / (DIM / 2))
+        angles = np.arange(400)[:, None] * 1e6 ** (-np.arange(DIM // 2) / (DIM / 2))
         self.cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
         self.lens = np.array(case.lens, np.int32)
         self.positions = np.maximum(self.lens - 1, 0).astype(np.int32)
@@ -172,9 +172,12 @@ CASES = {
     "first": Case(1, 4, layers=1, lens=(1,)),
     "two": Case(2, 4, lens=(33, 7), block_size=1),
     "fp8": Case(2, 8, lens=(33, 70), block_size=4, fp8=True, layers=1),
+    "long": Case(1, 4, layers=1, lens=(300,)),
     "words": Case(1, 4, cluster=False),
     "panels of words": Case(1, 4, hidden=1024, ffn=512, layers=1, lens=(64,), stages=3, cluster=False),
     "words of two": Case(2, 4, lens=(17, 0), layers=1, cluster=False),
+    "long words": Case(1, 4, layers=1, lens=(390,), cluster=False),
+    "words of fp8": Case(2, 8, lens=(33, 170), block_size=4, fp8=True, layers=1, cluster=False),
 }
 
 

@@ -48,7 +48,7 @@ def test_every_compiled_instance_has_a_row():
         pytest.skip("built without CUDA")
     functions = compiled_functions()
     rows = Counter(each["kernel"] for each in INSTANCES)
-    assert len(rows) == 12
+    assert len(rows) == 15
     assert {kernel: sum(f"{len(kernel)}{kernel}I" in name for name in functions) for kernel in rows} == rows
 
 

@@ -92,7 +92,8 @@ async def everything(client, prompt, params, **how):
             ids[one.index] = (ids.get(one.index, []) if is_delta else []) + one.token_ids
             logprobs[one.index] = (logprobs.get(one.index, []) if is_delta else []) + (one.logprobs or [])
             ends[one.index] = one.finish_reason, one.stop_reason
-    steps = [*(each for some in logprobs.values() for each in some), *(each for each in last.prompt_logprobs or () if each)]
+    in_order = (logprobs[index] for index in sorted(logprobs))  # which of them comes first is a matter of time
+    steps = [*(each for some in in_order for each in some), *(each for each in last.prompt_logprobs or () if each)]
     rest = last.prompt, last.prompt_token_ids, repr(last.error), [sorted(each) for each in steps]
     return (texts, ids, ends, *rest), [each[key] for each in steps for key in sorted(each)]
 

@@ -19,7 +19,6 @@
 
 #define PK_SM90A 1
 #define PK_SM90_H
-#define PK_CUDA_MMA_H
 
 // --- CTAs
 
@@ -273,25 +272,7 @@ struct wgmma {
 }  // namespace sm90
 using namespace sm90;
 
-// --- mma.h: as expert_linear_on_cpu.cpp has it
-
-template <typename T>
-static void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint2 b)
-{
-    static uint32_t all_a[emulated::WARPS][32][4], all_b[emulated::WARPS][32][2];
-    const int warp = emulated::current / 32, lane = emulated::current % 32;
-    std::memcpy(all_a[warp][lane], a, sizeof a);
-    std::memcpy(all_b[warp][lane], &b, sizeof b);
-    __syncwarp();
-    auto half_of = [](uint32_t pair, int which) { return (float)emulated::bits_of<T>((uint16_t)(pair >> 16 * which)); };
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++)
-            c[i] += half_of(all_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
-                    half_of(all_b[warp][column * 4 + k % 8 / 2][k / 8], k % 2);
-    }
-    __syncwarp();
-}
+#include "emulated_product.h"
 
 // --- CUDA's names that the tests' header has not
 
@@ -301,10 +282,6 @@ static T __ldcs(const T *at)
 {
     return *at;
 }
-extern "C" float __expf(float x) noexcept { return std::exp(x); }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
 
 #include "cuda/pack.h"
 #define copy_async_16 emulated_copy_16

@@ -16,7 +16,9 @@ PRIOR = 4
 LEAST_WEIGHT, LEAST_WEIGHT_OF_ALL = 0.05, 0.01
 # A sequence without guesses is worth another try some hundred steps later.
 DRIFT = 0.002
-PAUSES = 4, 64  # steps: after one that could not have its guesses, and, doubled each time, at most
+# Steps without another look: after one that could not have its guesses, or, of a drafter that takes time, in which none
+# would pay; and, doubled each time, at most.
+PAUSES = 4, 64
 STEADY = 3  # steps of the same kind one after the other, after which their time counts
 
 
@@ -45,7 +47,11 @@ class Speculation:
     def pays(self, running: list[Sequence]) -> bool:
         self._pause = max(self._pause - 1, 0)
         self._plan = None if self._pause else self._lengths(running)
-        return self._plan is not None and any(self._plan[1])
+        if self._plan is None or any(self._plan[1]):
+            return self._plan is not None
+        if self._plan[0] and not self.drafter.is_free:
+            self._wait()
+        return False
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
         self._has_guessed = True
@@ -90,8 +96,8 @@ class Speculation:
         self._learn_time(step, seconds - self._drafting)
         self._drafting = 0.0
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
-            self._pause, self._num_steady = self._next_pause, 0
-            self._next_pause = min(2 * self._next_pause, PAUSES[1])
+            self._num_steady = 0
+            self._wait()
         self._has_guessed = False
         checked = set()
         if step.guesses:
@@ -112,6 +118,9 @@ class Speculation:
             found = self.drafter.guess(living, [self._max_guesses] * len(living))
             for seq, guesses in zip(living, found, strict=True):
                 seq.draft.guesses = guesses
+
+    def _wait(self) -> None:
+        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, PAUSES[1])
 
     @staticmethod
     def _may_guess(seq: Sequence) -> bool:

@@ -101,10 +101,10 @@ class _Recorder:
                 self.times[name].append((time.perf_counter() - start) * 1e6)
             return value
 
-        def timed_schedule():
+        def timed_schedule(guesses):
             nonlocal is_decode
             start = time.perf_counter()
-            step = schedule()
+            step = schedule(guesses)
             is_decode = step.num_decodes == len(step.sequences) == self.batch
             if is_decode:
                 self.times["schedule"].append((time.perf_counter() - start) * 1e6)

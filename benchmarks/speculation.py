@@ -77,7 +77,11 @@ class Replay:
             self.model.guess(sequences, counts)
             self.is_measurable = self.model.is_measurable
         pairs = zip(sequences, counts, strict=True)
-        return [[self._token(token) for token in self.script.next(seq)[:count]] for seq, count in pairs]
+        guesses = [[self._token(token) for token in self.script.next(seq)[:count]] for seq, count in pairs]
+        for seq, each in zip(sequences, guesses, strict=True):
+            if self.model is not None and seq.id in self.model._own:
+                self.model._own[seq.id].guesses = each  # whose KV it then has, as of guesses of its own
+        return guesses
 
     def _token(self, token: int) -> int:
         return token if self.rng.random() < self.knowledge else token + 1

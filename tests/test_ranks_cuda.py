@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -68,6 +69,8 @@ def test_a_rank_that_is_gone(folder, number):
         assert time.monotonic() - start < 12 and all(isinstance(output.error, RankError) for output in outputs)
         assert str(outputs[0].error).startswith("rank 1 ")
     assert not children()
+    with contextlib.suppress(ValueError):  # sums that did not come are NaN, of which the first GPU may tell
+        ops.check_errors()
 
 
 def test_more_ranks_than_gpus(folder):

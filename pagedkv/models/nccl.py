@@ -68,9 +68,9 @@ def _paths() -> Iterator[str]:
     if given := os.environ.get("PAGEDKV_NCCL"):
         yield given
         return
-    yield SONAME
-    for folder in sys.path:
+    for folder in sys.path:  # first: what a trainer's torch takes, and all members must have one version
         yield from map(str, Path(folder).glob(f"nvidia/nccl/lib/{SONAME}"))
+    yield SONAME
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(name):
             yield f"{home}/lib64/{SONAME}"

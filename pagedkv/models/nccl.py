@@ -207,8 +207,8 @@ class WeightGroup:
         driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         index = int(self.device.partition(":")[2] or 0)
         calls = (
-            ("cuDeviceGet", ctypes.byref(device), index), ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
-            ("cuCtxPushCurrent_v2", context),
+            ("cuInit", 0), ("cuDeviceGet", ctypes.byref(device), index),
+            ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device), ("cuCtxPushCurrent_v2", context),
         )  # fmt: skip
         for name, *arguments in calls:
             if error := driver[name](*arguments):

@@ -115,8 +115,11 @@ class Speculation:
         self.drafter.take(receivers)
         if self.drafter.is_free:
             living = [seq for seq in receivers if seq.finish_reason is None]
-            found = self.drafter.guess(living, [self._max_guesses] * len(living))
-            for seq, guesses in zip(living, found, strict=True):
+            room = max(self.times.max_num_rows - len(receivers), 0)  # for guesses, in the next step
+            found = self.drafter.guess(living[:room], [self._max_guesses] * min(room, len(living)))
+            for seq in living:
+                seq.draft.guesses = []
+            for seq, guesses in zip(living, found, strict=False):
                 seq.draft.guesses = guesses
 
     def _wait(self) -> None:

@@ -17,6 +17,8 @@ from tiny_engine import settle
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import LoRARequest
 from pagedkv.engine.options import EngineOptions
+from pagedkv.engine.runner.one_kernel import StepTimeout
+from pagedkv.engine.speculation.draft_model import DraftModel
 from pagedkv.engine.speculative_config import SpeculativeConfig
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
@@ -348,6 +350,29 @@ def test_a_draft_model_after_an_error_and_an_abort(folder):
         settle(llm)
         llm._core.call(lambda: drafter._manager.check())
         assert len(drafter._own) == len(drafter._manager) <= 1
+
+
+def test_a_step_of_a_draft_model_without_tokens(folder, monkeypatch):
+    """Its kernel has given up: it is not used any more, and the requests are tried again."""
+    config = {"method": "draft_model", "model": str(folder)}
+    with always_guess(engine(folder, speculative_config=config)) as llm:
+        requests = traffic(np.random.default_rng(1), 6)
+        expected = generate(llm, requests)
+        drafter, asked, tokens = llm._core._guesser.drafter, [], DraftModel._collect
+
+        def timeout():
+            asked.append(True)
+            raise StepTimeout("late")
+
+        def collect(drafter, step, shadows, rows):
+            if not asked:
+                step.sampled_tokens[:] = -1
+            tokens(drafter, step, shadows, rows)
+
+        monkeypatch.setattr(drafter._runner, "look_for_timeout", timeout)
+        monkeypatch.setattr(DraftModel, "_collect", collect)
+        assert_same(generate(llm, requests), expected)
+        assert asked == [True]
 
 
 def test_vocabularies_must_agree(folder, tmp_path):

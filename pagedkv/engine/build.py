@@ -102,6 +102,7 @@ def build(
             if draft is not None:
                 draft.tune()
                 draft.warm_up()
+                draft.reserve_one_kernel()
             memory.count("workspaces")
         if num_blocks is None:
             share = options.gpu_memory_utilization

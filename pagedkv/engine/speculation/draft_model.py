@@ -163,9 +163,10 @@ class DraftModel:
         self.is_measurable = self.is_measurable and step.is_measurable
         self._manager.commit_batch(step.ids, step.ends)
 
-    @staticmethod
-    def _collect(step: Step, shadows: list[Sequence], rows: np.ndarray) -> None:
+    def _collect(self, step: Step, shadows: list[Sequence], rows: np.ndarray) -> None:
         tokens = step.tokens()
+        if -1 in tokens:
+            self._runner.look_for_timeout()
         for shadow, row in zip(shadows, rows.tolist(), strict=True):
             shadow.new_tokens.append(max(tokens[row], 0))  # as take_sampled has it, where there was none to draw
 

@@ -175,7 +175,7 @@ class Traffic:
         """As Engine does after an error: the steps on their way are left alone, and all goes on from known tokens."""
         self.device.interrupt_in = -1
         self.happened["restart with steps in flight"] += bool(self.pipeline.in_flight)
-        self.runner.forget()
+        self.runner.sampler.forget()
         self.scheduler.restart(self.living)
         self.scheduler.queue(self.living)
         self.pipeline = self.new_pipeline()

@@ -130,9 +130,11 @@ class Control(WeightUpdates):
         try:
             for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
                 for each in runner.with_draft:
-                    size = each.manager.num_blocks
-                    call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
-                    if not all(each.on_all(*call)):
+                    if tag == "weights":
+                        have_taken = each.on_all("weights.try_to_take")
+                    else:
+                        have_taken = each.on_all("caches.try_to_resize", each.manager.num_blocks)
+                    if not all(have_taken):
                         raise MemoryError(f"tags: the device has too little memory for {tag!r}")
                 self._asleep.discard(tag)
         finally:

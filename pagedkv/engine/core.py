@@ -259,7 +259,8 @@ class EngineCore(Holds):
         """After an error in a step. The steps on their way are lost, but nothing that the host knows. What ran is tried
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
         if self.runner is not None and isinstance(error, GroupError):  # of a kernel: who waited for it got it
-            error = self.runner.blame(error)
+            assert self.runner.team is not None, "there are other ranks"
+            error = self.runner.team.blame(error)
         if self.runner is None or isinstance(error, RankError):
             raise error
         in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]
@@ -284,7 +285,7 @@ class EngineCore(Holds):
             self.book.restart(group)
 
     def _forget(self, runner: ModelRunner) -> None:
-        runner.forget()
+        runner.sampler.forget()
         if self._guesser is not None:
             self._guesser.forget()
 

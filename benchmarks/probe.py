@@ -90,7 +90,7 @@ class _Recorder:
 
     def run(self, prompts: list[list[int]]) -> None:
         scheduler, runner = self.llm.scheduler, self.llm._runner
-        stream = runner.stream if runner.is_gpu else None
+        stream = None if runner.device == "cpu" else runner.stream
         launch, update, schedule, commit = runner.launch, scheduler.update, scheduler.schedule, scheduler.commit
         is_decode = False
 
@@ -157,9 +157,10 @@ class _Recorder:
 def step_graph(runner: ModelRunner, num_seqs: int, num_keys: int) -> Graph | None:
     """What the engine replays for a step in which so many sequences decode, of which the longest has so many keys; None
     where it has no graphs."""
-    size = runner.batch_sizes[bisect_left(runner.batch_sizes, num_seqs)]
+    sizes = runner.plan.batch_sizes
+    size = sizes[bisect_left(sizes, num_seqs)]
     one = None if runner.one_kernel is None else runner.one_kernel.graph(size, num_keys)
-    return one if one is not None or runner.graphs is None else runner.graphs.get((size, 0, False, False))
+    return one if one is not None or runner.graphs is None else runner.graphs.by_batch_size().get(size)
 
 
 def replay_us(graph: Graph, stream: pagedkv.Stream, count: int) -> float:

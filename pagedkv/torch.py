@@ -29,7 +29,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import torch
@@ -53,30 +53,17 @@ class Operation:
 
 # --- the tensors that operations return
 
-# Types of the parameters that are not tensors, in the language of PyTorch's schemas.
+# Types, in PyTorch's schemas, of the parameters that are no tensors and have no bool or float by default.
 TYPES = {
     "max_seqlen_q": "SymInt?",
     "first_row": "SymInt?",
     "first_token": "SymInt",
     "softmax_scale": "float?",
-    "causal": "bool",
     "window_size": "SymInt[2]",
-    "softcap": "float",
     "num_splits": "int",
-    "batch_invariant": "bool",
     "num_best": "int",
-    "past_is_constant": "bool",
-    "eps": "float",
     "rms_eps": "float?",
-    "add_to_out": "bool",
     "weight_block": "SymInt[2]?",
-    "weight_is_constant": "bool",
-    "quantize_x": "bool",
-    "normalize": "bool",
-    "gated": "bool",
-    "experts_are_constant": "bool",
-    "interleaved": "bool",
-    "q_at_start": "bool",
 }
 OPTIONAL = ("q_weight", "k_weight")  # parameters that may be None, and have no default
 LISTS = ("caches", "src", "dst")  # parameters that take one tensor or a list of them
@@ -123,12 +110,8 @@ def of_experts(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return (a["x"].new_empty(a["x"].shape[0], *chosen, num_outputs),)
 
 
-def tokens(name: str) -> Fake:
-    return lambda a: (a[name].new_empty(a[name].shape[0], dtype=torch.int32),)
-
-
-def candidates(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    return (a["x"].new_empty(a["x"].shape[0], dtype=torch.int64),)
+def one_per_row(name: str, dtype: torch.dtype) -> Fake:
+    return lambda a: (a[name].new_empty(a[name].shape[0], dtype=dtype),)
 
 
 def logprobs(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -158,9 +141,9 @@ OPERATIONS = {
     "moe_mlp": Operation(like("x"), writes=("logits", "experts", "weights", "activation")),
     "lora_add": Operation(outs=(), writes=("out",)),
     "silu_and_mul": Operation(lambda a: (a["x"].new_empty(a["x"].shape[0], a["x"].shape[1] // 2),)),
-    "sample": Operation(tokens("logits"), writes=("counts",)),
-    "sample_linear": Operation(tokens("x"), writes=("logits",)),
-    "linear_candidates": Operation(candidates, writes=("logits",)),
+    "sample": Operation(one_per_row("logits", torch.int32), writes=("counts",)),
+    "sample_linear": Operation(one_per_row("x", torch.int32), writes=("logits",)),
+    "linear_candidates": Operation(one_per_row("x", torch.int64), writes=("logits",)),
     "count_tokens": Operation(outs=(), writes=("counts",)),
     "token_logprobs": Operation(logprobs, outs=("out_ids", "out")),
     "bias_logits": Operation(outs=(), writes=("logits",)),
@@ -173,8 +156,7 @@ OPERATIONS = {
 _library = torch.library.Library("pagedkv", "DEF")
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """One of the operators of an operation: what this one is given and others are not."""
 
     has_lse: bool  # return_lse=True
@@ -196,8 +178,9 @@ def _optionals(name: str) -> list[str]:
 def _declare(parameter: inspect.Parameter, mark: str, *, is_given: bool) -> str:
     """One argument of a schema. `mark`: such as (a!) for one that is written. `is_given`: it has no default."""
     name, default = parameter.name, parameter.default
-    if name in TYPES:
-        declared = f"{TYPES[name]} {name}"
+    kind = type(default).__name__ if isinstance(default, (bool, float)) else TYPES.get(name)
+    if kind is not None:
+        declared = f"{kind} {name}"
     elif name in LISTS:
         declared = f"Tensor{mark}[] {name}"
     else:
@@ -224,21 +207,6 @@ def _schema(name: str, variant: Variant, num_results: int) -> str:
     return f"({', '.join(needed + others + outs)}) -> ({', '.join(['Tensor'] * num_results)})"
 
 
-def _with_scales(options: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments as those of pagedkv's function."""
-    for scale in SCALES:
-        if (number := options.pop(scale + NUMBER, None)) is not None:
-            options[scale] = number
-    return options
-
-
-def _refuse_backward(name: str) -> Callable[..., Any]:
-    def backward(context: Any, *gradients: Any) -> Any:
-        raise NotImplementedError(f"{name}: pagedkv computes no gradients")
-
-    return backward
-
-
 def _register(name: str, variant: Variant) -> Any:
     """Defines one operator and returns it."""
     operation, function = OPERATIONS[name], getattr(_C, name)
@@ -253,7 +221,10 @@ def _register(name: str, variant: Variant) -> Any:
 
     def run(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
-        result = function(**_with_scales(given), **constants)
+        for scale in SCALES:
+            if (number := given.pop(scale + NUMBER, None)) is not None:
+                given[scale] = number
+        result = function(**given, **constants)
         if not variant.is_into:
             return result
         return result[num_outs] if variant.has_lse else None
@@ -266,11 +237,14 @@ def _register(name: str, variant: Variant) -> Any:
         made = made[num_outs:] if variant.is_into else made
         return made if len(made) > 1 else made[0]
 
+    def backward(*_: Any) -> Any:
+        raise NotImplementedError(f"{name}: pagedkv computes no gradients")
+
     _library.define(operator + schema)
     _library.impl(operator, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pagedkv::{operator}", fake, lib=_library)
     if "!" not in schema:
-        torch.library.register_autograd(f"pagedkv::{operator}", _refuse_backward(name), lib=_library)
+        torch.library.register_autograd(f"pagedkv::{operator}", backward, lib=_library)
     return getattr(getattr(torch.ops.pagedkv, packet), "out" if variant.is_into else "default")
 
 
@@ -285,7 +259,7 @@ def _variants(name: str) -> list[Variant]:
 
 def _make(name: str) -> Callable[..., Any]:
     """The function of this module, over its operators; a compiler traces it."""
-    operators = {(each.has_lse, each.optional, each.is_into): _register(name, each) for each in _variants(name)}
+    operators = {tuple(each): _register(name, each) for each in _variants(name)}
     names, optionals = [each.name for each in _parameters(name)], _optionals(name)
     parameter_outs = OPERATIONS[name].outs
     lists = [(i, each) for i, each in enumerate(names) if each in LISTS]

@@ -55,7 +55,7 @@ class AlwaysPays:
 def always_guess(llm: LLM, drafter=None) -> LLM:
     """With this drafter, if any, in place of the engine's own."""
     guesser = llm._core._guesser
-    guesser.times = AlwaysPays(llm._runner.max_num_rows)
+    guesser.times = AlwaysPays(llm._runner.plan.max_num_rows)
     if drafter is not None:
         guesser.drafter = drafter
     return llm

@@ -61,7 +61,7 @@ class Engine:
             seq.prompt = first.prompt
         self.scheduler.check(first)
         first.siblings = others
-        self.scheduler.add(first)
+        self.scheduler.queues.add(first)
         self.sequences += [first, *others]
         return first
 

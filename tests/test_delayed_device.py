@@ -144,7 +144,7 @@ class Traffic:
         eos = frozenset(rng.sample(range(1000), rng.choice([0, 0, 60])))
         seq = self.submit(prompt, rng.choice([1, 6, 15]), eos, **options)
         if seq is not None:
-            self.scheduler.add(seq)
+            self.scheduler.queues.add(seq)
 
     def fork(self) -> None:
         """A sequence that goes on from the tokens of another and shares all its pages, the last one half full."""
@@ -175,9 +175,9 @@ class Traffic:
         """As Engine does after an error: the steps on their way are left alone, and all goes on from known tokens."""
         self.device.interrupt_in = -1
         self.happened["restart with steps in flight"] += bool(self.pipeline.in_flight)
-        self.runner.forget()
+        self.runner.sampler.forget()
         self.scheduler.restart(self.living)
-        self.scheduler.queue(self.living)
+        self.scheduler.queues.add_answers(self.living)
         self.pipeline = self.new_pipeline()
 
     def turn(self) -> None:
@@ -300,7 +300,7 @@ def test_a_launch_that_was_interrupted_anywhere(late, num_turns, caching, num_se
     for num_calls in range(1, 20):
         traffic = Traffic(random.Random(1), Sizes(has_caching=caching, enforce_eager=True), Counter())
         for i in range(num_seqs):
-            traffic.scheduler.add(traffic.submit([i] * 5, 20))
+            traffic.scheduler.queues.add(traffic.submit([i] * 5, 20))
         for turn in range(60):
             if turn == num_turns:
                 traffic.device.interrupt_in = num_calls

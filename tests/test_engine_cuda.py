@@ -120,7 +120,7 @@ def test_the_same_tokens_as_on_the_cpu(folder, name, temperature):
 
 def logits_graphs(runner: ModelRunner) -> list[pagedkv.Graph | None]:
     """Of each batch size, without adapters."""
-    return [runner.graphs and runner.graphs.get((size, 0, True, False)) for size in runner.batch_sizes]
+    return [runner.graphs and runner.graphs._graphs.get((size, 0, True, False)) for size in runner.plan.batch_sizes]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -194,7 +194,7 @@ def test_attention_is_planned_once_a_step(tmp_path, monkeypatch):
         llm.generate("abc", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         windows = [layer.attention.window for layer in llm._runner.model.layers]
         assert len(set(windows)) == 2 and sorted(planned) == sorted(3 * list(set(windows)))
-        assert given == 3 * [(window, llm._runner.plans[window]) for window in windows]
+        assert given == 3 * [(window, llm._runner.memory._plans[window]) for window in windows]
 
 
 def test_the_sizes_that_are_tuned(tmp_path, monkeypatch):

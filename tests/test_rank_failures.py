@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -96,14 +97,15 @@ def fail_at_third(owner: object, name: str, kind: type[Exception]) -> None:
     setattr(owner, name, fail)
 
 
-@pytest.mark.parametrize("where", ["_compute", "share_tokens", "move"])
+@pytest.mark.parametrize("where", ["_compute", "share_tokens", "caches.move"])
 @pytest.mark.parametrize("kind", [MemoryError, KeyError])
 def test_the_first_rank_in_a_step(folder, monkeypatch, where, kind):
     """After it has told the others."""
     inject(monkeypatch)
     with nothing_left():
         with LLM(folder, tensor_parallel_size=2, **OPTIONS | {"num_blocks": 24, "swap_space": 1 << 20}) as llm:
-            fail_at_third(llm._runner, where, kind)
+            *path, name = where.split(".")
+            fail_at_third(attrgetter(*path)(llm._runner) if path else llm._runner, name, kind)
             start = time.monotonic()
             outputs = generate(llm, traffic(np.random.default_rng(3), 18))
             errors = [output.error for output in outputs if output.error]

@@ -29,7 +29,7 @@ def test_a_pool_that_somebody_else_fills():
     with pytest.raises(OutOfBlocks):
         engine.step()
     engine.scheduler.restart(engine.sequences)
-    engine.scheduler.queue(engine.sequences)
+    engine.scheduler.queues.add_answers(engine.sequences)
     engine.abort(engine.sequences)
     engine.submit([1] * 7, 5)
     with pytest.raises(OutOfBlocks):

@@ -13,6 +13,7 @@ from quantized_checkpoints import FORMATS, write_quantised
 from test_quantized_experts import NAMES, ROUTER
 
 from pagedkv import asarray, ops
+from pagedkv.engine.runner.make import make_runner
 from pagedkv.engine.runner.plan import RunnerPlan
 from pagedkv.models.registry import read_spec
 from pagedkv.models.share import Share, blocks, narrowed, split, split_heads, split_vocab, whole
@@ -35,7 +36,7 @@ def plan_of(folder: Path, num_ranks: int, quantization: str | None = None, is_du
 
 def run(plan: RunnerPlan, rank: int = 0, memory: int | None = None) -> dict[str, np.ndarray]:
     """What a rank knows of the prompt: logits, greedy tokens, and the keys of the first layer."""
-    runner, _ = plan.make(rank, None if memory is None else plan.communicator(rank, memory))
+    runner, _ = make_runner(plan, None if memory is None else plan.communicator(rank, memory))
     runner.caches.allocate(8, 0)
     count = len(PROMPT)
     numbers = np.zeros(count, np.float32), np.arange(count, dtype=np.int64), np.arange(1, count + 1, dtype=np.int32)

@@ -387,7 +387,7 @@ def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):  # noqa: F811
     expected = tokens(cpu_llm)
     runner = cpu_llm._runner
     cpu_llm.sleep(1)
-    monkeypatch.setattr(runner, "try_to_resize", lambda num_blocks: False)
+    monkeypatch.setattr(runner.caches, "try_to_resize", lambda num_blocks: False)
     with pytest.raises(MemoryError, match="tags: the device has too little memory for 'kv_cache'"):
         cpu_llm.wake_up()
     assert cpu_llm.is_sleeping()

@@ -33,7 +33,7 @@ def serve(seed: int, num_blocks: int, behind: int, *, is_slow: bool) -> tuple[li
             eos = frozenset(own.sample(range(50), own.choice([0, 2])))
             prompt = [own.randrange(50) for _ in range(own.randint(1, 60))]
             params = SamplingParams(max_tokens=own.randint(1, 60), stop_token_ids=own.sample(range(50), own.choice([0, 1])))
-            scheduler.add(Sequence(number, prompt, params, 0, eos, 0.0))
+            scheduler.queues.add(Sequence(number, prompt, params, 0, eos, 0.0))
         if is_slow:
             scheduler._last_step = Step()  # what the step before was is forgotten: nothing goes on by itself
         step = scheduler.schedule()
@@ -70,7 +70,7 @@ def test_a_batch_whose_ends_are_no_tokens_is_looked_at():
     """Texts and masks end an answer, too: such a batch has no end_ids."""
     scheduler = make_scheduler(50)
     seq = Sequence(0, [1, 2], SamplingParams(max_tokens=9, mask=lambda request, tokens: None), 0, frozenset(), 0.0)
-    scheduler.add(seq)
+    scheduler.queues.add(seq)
     for turn in range(6):
         step = scheduler.schedule()
         assert step.end_ids is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from checkpoints import write_model
@@ -14,9 +13,9 @@ from pagedkv.engine import build as parts
 from pagedkv.engine.build import CPU, GPU, StepSize, step_size
 from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.batch_sizes import batch_sizes
-from pagedkv.engine.runner.model_runner import GRAPH_BYTES
+from pagedkv.engine.runner.plan import RunnerPlan
+from pagedkv.engine.runner.step_graphs import GRAPH_BYTES
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.registry import load_model, read_spec
@@ -119,7 +118,7 @@ def test_the_engine_says_what_is_in_force(folder):
             scheduler = llm.scheduler
             assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == expected
             assert len(llm._runner.buffers.residual) == expected[1] and len(llm._runner.sampler.logits) == expected[0]
-            assert llm._runner.batch_sizes[-1] == expected[0]
+            assert llm._runner.plan.batch_sizes[-1] == expected[0]
             seqs, tokens = re.search(r"([\d,]+) sequences of up to 256 tokens, ([\d,]+) tokens per step>", repr(llm)).groups()
             assert (int(seqs.replace(",", "")), int(tokens.replace(",", ""))) == expected
     with LLM(folder, device="cpu", max_num_batched_tokens=5) as llm:
@@ -154,8 +153,8 @@ class Asked(Exception):
 def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
     """Of the GPU that was found."""
 
-    def make_runner(*_, max_num_seqs: int, max_num_batched_tokens: int, device: str, **__):
-        raise Asked(device, max_num_seqs, max_num_batched_tokens)
+    def make_runner(plan: RunnerPlan):
+        raise Asked(plan.devices, plan.max_num_seqs, plan.max_num_batched_tokens)
 
     def memory_info(device: str) -> tuple[int, int]:
         assert device == "cuda:1"
@@ -163,13 +162,11 @@ def test_a_gpus_memory_decides(folder, monkeypatch, gib, expected):
 
     monkeypatch.setattr(parts.ops, "memory_info", memory_info)
     monkeypatch.setattr(parts, "batch_sizes_of", lambda *_: [1])
-    monkeypatch.setattr(plan, "Checkpoint", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(plan, "load_model", lambda *_: None)
-    monkeypatch.setattr(plan, "ModelRunner", make_runner)
+    monkeypatch.setattr(parts, "make_runners", make_runner)
     with pytest.raises(Asked) as asked:
         where = {"device": "cuda:1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
         parts.build(folder, read_spec(folder), EngineOptions(), tokenizer=Tokenizer(folder), **where, owner="LLM")
-    assert asked.value.args == ("cuda:1", *expected)
+    assert asked.value.args == (("cuda:1",), *expected)
 
 
 def test_how_many_graphs_the_defaults_are():

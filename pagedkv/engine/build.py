@@ -24,11 +24,12 @@ from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
 from .runner.batch_sizes import batch_sizes_of
+from .runner.make import make_runner, make_runners
+from .runner.model_runner import ModelRunner
 from .runner.plan import RunnerPlan, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .speculation.draft_model import make_draft_model, plan_of_draft
-from .speculation.drafter import Drafter
 from .speculation.speculation import Speculation
 from .speculation.suffix import SuffixDrafter
 from .text.tokenizer import Tokenizer
@@ -66,48 +67,31 @@ def build(
     """The core of an engine, ready to serve; where its requests may have adapters, these; of a GPU, bytes by use; and
     what a saved cache must agree with, for which the first call reads all weights. `owner` is what messages call the
     engine."""
-    max_model_len, num_ranks = model_len(options.max_model_len, spec), options.tensor_parallel_size
     bytes_per_page = spec.page_bytes(kv_cache_dtype, options.block_size)
-    gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
-    step = step_size(options.max_num_seqs, options.max_num_batched_tokens, spec, dtype, gpu_bytes)
-    num_blocks = _wanted_blocks(options, device, max_model_len, step.max_num_seqs, bytes_per_page)
+    plan = _plan(folder, spec, options, device, dtype, kv_cache_dtype)
+    num_blocks = _wanted_blocks(options, plan, bytes_per_page)
     num_host_blocks = pages_of_memory(options.swap_space, bytes_per_page, "swap_space") if options.swap_space else 0
     gc.collect()  # an engine that is garbage, but not collected yet, still has its pool
     memory = _MemoryCount(device)
     start = time.perf_counter()
-    lora = LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None
-    speculation = options.speculation
-    of_rank = spec if num_ranks == 1 else spec.shard(0, num_ranks)  # raises where it cannot be split
-    plan = RunnerPlan(
-        folder=folder, spec=spec, is_dummy=options.load_format == "dummy", dtype=dtype, kv_cache_dtype=kv_cache_dtype,
-        devices=devices_of_ranks(device, num_ranks), block_size=options.block_size, max_num_seqs=step.max_num_seqs,
-        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len, lora=lora,
-        batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
-        batch_invariant=options.batch_invariant,
-        max_guesses=0 if speculation is None else speculation.num_speculative_tokens,
-    )  # fmt: skip
-    draft_plan = None if speculation is None else plan_of_draft(speculation, plan, tokenizer)
-    runner, checkpoint = plan.make() if num_ranks == 1 else plan.make_all()
+    draft_plan = None if options.speculation is None else plan_of_draft(options.speculation, plan, tokenizer)
+    runner, checkpoint = make_runners(plan)
     try:
-        adapters = None if lora is None else _adapter_store(spec, runner.model, lora, dtype)
+        adapters = None if plan.lora is None else _adapter_store(spec, runner.model, plan.lora, dtype)
         logger.info("weights of %s were loaded in %.1f s", folder, time.perf_counter() - start)
         memory.count("weights and buffers")
-        draft = runner.draft = None if draft_plan is None else draft_plan.make()[0]
-        if draft is not None:
+        if draft_plan is not None:
+            runner.draft = make_runner(draft_plan)[0]
             memory.count("draft model")
         if device != "cpu":
-            runner.on_all("tune")  # which takes each rank as long as it takes
-            runner.on_all("warm_up")
-            runner.reserve_one_kernel()
-            if draft is not None:
-                draft.tune()
-                draft.warm_up()
-                draft.reserve_one_kernel()
+            for each in runner.with_draft:
+                each.on_all("tune")  # which takes each rank as long as it takes
+                each.on_all("warm_up")
+                each.reserve_one_kernel()
             memory.count("workspaces")
         if num_blocks is None:
             share = options.gpu_memory_utilization
-            affordable = runner.on_all("affordable_blocks", share)
-            num_blocks = checked_blocks(min(affordable), share, bytes_per_page)
+            num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
         manager = BlockManager(
             num_blocks,
             options.block_size,
@@ -117,25 +101,23 @@ def build(
         )
         runner.allocate(manager)
         memory.count("pool")
-        drafter: Drafter | None = None if speculation is None else SuffixDrafter()
-        if draft is not None and draft_plan is not None:
-            drafter = make_draft_model(draft, draft_plan.max_model_len, num_blocks)
+        guesser = _guesser(runner, num_blocks) if plan.max_guesses else None
+        if runner.draft is not None:
             memory.count("pool of the draft model")
         if device != "cpu":
-            runner.on_all("capture_decodes")
-            if draft is not None:
-                draft.capture_decodes()
+            for each in runner.with_draft:
+                each.on_all("capture_decodes")
             memory.count("graphs")
     except BaseException:
         runner.close()
         raise
     scheduler = Scheduler(
         manager,
-        max_num_seqs=step.max_num_seqs,
-        max_num_batched_tokens=step.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_loras=0 if lora is None else lora.num_slots,
-        max_num_rows=runner.max_num_rows,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        max_loras=0 if plan.lora is None else plan.lora.num_slots,
+        max_num_rows=plan.max_num_rows,
     )
 
     @cache
@@ -148,10 +130,32 @@ def build(
             "block_size": str(options.block_size),
         } | ({"batch_invariant": "True"} if options.batch_invariant else {})
 
-    guesser = None
-    if drafter is not None:
-        guesser = Speculation(drafter, plan.max_guesses, runner.max_num_rows)
     return EngineCore(runner, scheduler, owner, guesser), adapters, memory.by_name, identity
+
+
+def _plan(
+    folder: Path, spec: Spec, options: EngineOptions, device: str, dtype: str, kv_cache_dtype: str
+) -> RunnerPlan:
+    num_ranks, speculation = options.tensor_parallel_size, options.speculation
+    max_model_len = model_len(options.max_model_len, spec)
+    gpu_bytes = None if device == "cpu" else ops.memory_info(device)[1]
+    step = step_size(options.max_num_seqs, options.max_num_batched_tokens, spec, dtype, gpu_bytes)
+    of_rank = spec if num_ranks == 1 else spec.shard(0, num_ranks)  # raises where it cannot be split
+    return RunnerPlan(
+        folder=folder, spec=spec, is_dummy=options.load_format == "dummy", dtype=dtype, kv_cache_dtype=kv_cache_dtype,
+        devices=devices_of_ranks(device, num_ranks), block_size=options.block_size, max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens, max_model_len=max_model_len,
+        batch_sizes=batch_sizes_of(device, step.max_num_seqs, of_rank), enforce_eager=options.enforce_eager,
+        lora=LoraSize(options.max_loras or 1, options.max_lora_rank or 16) if options.enable_lora else None,
+        batch_invariant=options.batch_invariant,
+        max_guesses=0 if speculation is None else speculation.num_speculative_tokens,
+    )  # fmt: skip
+
+
+def _guesser(runner: ModelRunner, num_blocks: int) -> Speculation:
+    """By the draft model, whose pool it makes, or else by an index of texts."""
+    drafter = SuffixDrafter() if runner.draft is None else make_draft_model(runner.draft, num_blocks)
+    return Speculation(drafter, runner.plan.max_guesses, runner.plan.max_num_rows)
 
 
 def _adapter_store(spec: Spec, model: Any, size: LoraSize, dtype: str) -> AdapterStore:
@@ -161,16 +165,14 @@ def _adapter_store(spec: Spec, model: Any, size: LoraSize, dtype: str) -> Adapte
     return AdapterStore(shapes, dtype, max_loras=size.num_slots, max_rank=size.max_rank)
 
 
-def _wanted_blocks(
-    options: EngineOptions, device: str, max_model_len: int, max_num_seqs: int, bytes_per_page: int
-) -> int | None:
+def _wanted_blocks(options: EngineOptions, plan: RunnerPlan, bytes_per_page: int) -> int | None:
     """The number of pages; None: as many as the GPU has room for."""
     if options.num_blocks is not None:
         return options.num_blocks
     if options.kv_cache_memory is not None:
         return pages_of_memory(options.kv_cache_memory, bytes_per_page)
-    if device == "cpu":
-        return pages_on_cpu(max_model_len, max_num_seqs, options.block_size, bytes_per_page)
+    if plan.devices[0] == "cpu":
+        return pages_on_cpu(plan.max_model_len, plan.max_num_seqs, plan.block_size, bytes_per_page)
     return None
 
 

@@ -1,14 +1,17 @@
-"""What training loops ask of an engine besides answers: to pause, to give its memory back, and to take new weights
-(weight_updates.py)."""
+"""What is asked of an engine besides answers: to pause, to give its memory back, to resize, save and load the pool, and
+to take new weights (weight_updates.py)."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, get_args
 
+from .cache import snapshot
+from .cache.pool import KVCaches, num_blocks_of, resize_pool
 from .holds import PauseMode
 from .runner.model_runner import ModelRunner
 from .weight_updates import WeightUpdates
@@ -51,6 +54,8 @@ def call_later(engine: Control, name: str, args: tuple[Any, ...], options: Mappi
 
 class Control(WeightUpdates):
     """That part of Engine."""
+
+    _identity: Callable[[], dict[str, str]]  # what a saved cache must agree with
 
     def _start_control(self) -> None:
         self._asleep: set[str] = set()  # tags of what has no memory; for the core's thread
@@ -130,9 +135,11 @@ class Control(WeightUpdates):
         try:
             for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
                 for each in runner.with_draft:
-                    size = each.manager.num_blocks
-                    call: tuple[Any, ...] = ("weights.try_to_take",) if tag == "weights" else ("try_to_resize", size)
-                    if not all(each.on_all(*call)):
+                    if tag == "weights":
+                        have_taken = each.on_all("weights.try_to_take")
+                    else:
+                        have_taken = each.on_all("caches.try_to_resize", each.manager.num_blocks)
+                    if not all(have_taken):
                         raise MemoryError(f"tags: the device has too little memory for {tag!r}")
                 self._asleep.discard(tag)
         finally:
@@ -152,9 +159,70 @@ class Control(WeightUpdates):
         if tag in self._asleep:
             raise RuntimeError(f"the engine is asleep: call wake_up([{tag!r}]) first")
 
+    # --- the pool
+
     def reset_prefix_cache(self) -> int:
         """Forgets all cached pages between two steps; returns how many. Nobody finds those of requests on their way."""
         return self._core.call(self.manager.reset_prefix_cache)
+
+    def resize_cache(self, num_blocks: int | None = None, *, kv_cache_memory: int | None = None) -> int:
+        """Resizes the pool while the engine goes on, to num_blocks pages or to as many as kv_cache_memory bytes hold.
+        Returns the number of pages.
+
+        Shrinking evicts cached pages and gives memory back to the system. If pages in use lie beyond the new end, or an
+        unfinished request may need more pages than that, it raises OutOfBlocks and changes nothing. MemoryError: the
+        device has too little memory.
+        """
+        wanted = num_blocks_of(num_blocks, kv_cache_memory, self._open_runner().caches)
+
+        def resize() -> None:
+            self._check_awake("kv_cache")
+            self._core.book.check_resize(wanted)
+            resize_pool(self.manager, self._open_runner().resize, wanted)
+
+        self._core.call(resize)
+        return wanted
+
+    def save_cache(self, path: str | os.PathLike[str]) -> int:
+        """Writes the prefix cache to a file, for load_cache() after a restart; returns how many pages. No step is
+        planned meanwhile. The file is written as a whole, or stays as it was. Only its owner may read it, because it
+        holds prompts.
+
+        The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
+        to 2 GB/s a core. ValueError: they are not those that were loaded.
+        """
+        self._refuse_ranks()
+        self._refuse_other_weights()
+        identity = self._identity()
+        return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
+
+    def load_cache(self, path: str | os.PathLike[str]) -> int:
+        """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
+
+        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
+        either nothing has changed.
+        """
+        self._refuse_ranks()
+        self._refuse_other_weights()
+        file = snapshot.open_saved(path, self._identity)
+        return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
+
+    def _refuse_ranks(self) -> None:
+        comm = self._open_runner().comm
+        if comm is not None:
+            raise NotImplementedError(f"tensor_parallel_size is {comm.size}; the cache of one rank is saved and loaded")
+
+    def _with_caches(self, action: Callable[[KVCaches], int]) -> int:
+        """Runs the action between two steps, on the stream of the steps."""
+
+        def run() -> int:
+            runner = self._open_runner()
+            self._check_awake("kv_cache")
+            self._refuse_other_weights()
+            with runner.stream:
+                return action(runner.caches)
+
+        return self._core.call(run)
 
 
 def _checked_mode(mode: Any) -> PauseMode:

@@ -10,14 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
 from pagedkv.ops import GroupError
 from pagedkv.parallel.watch import RankError
@@ -30,10 +25,7 @@ from .requests.request import Request
 from .runner.model_runner import ModelRunner
 from .runner.pipeline import Guesser, Pipeline
 from .scheduling.scheduler import Scheduler
-
-T = TypeVar("T")
-Action = Callable[[], Any]
-Inbox = SimpleQueue[Action | None]  # None: the thread is to end
+from .thread import Action
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +47,6 @@ class EngineCore(Holds):
         self.holds = set()
         self._faults: FaultSearch | None = None  # after a step that failed, until its request is found
         self._pipeline = self._new_pipeline(runner)
-        self._is_stopping = False
-        self._death: BaseException | None = None  # the error that ended the thread
         self._step_start: float | None = None  # of the step in work, or of an action; None: the thread is idle
         self._reset_threads()
         cores.add(self)
@@ -65,14 +55,9 @@ class EngineCore(Holds):
             runner.team.listen(partial(_lose, weakref.ref(self)))
 
     def _reset_threads(self) -> None:
-        """What belongs to the threads of this process: a fork's child has none of its parent's."""
-        # Guards what may be put into the inbox. The garbage collector may close a stream, and so abort its request, in
-        # a thread that holds the lock: that thread takes it again.
-        self._lock = threading.RLock()
-        self._inbox: Inbox = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        super()._reset_threads()
         self._is_closed = self.runner is None
-        self._waits = []
+        self.book.reset_lock()
 
     # --- for any thread
 
@@ -101,37 +86,6 @@ class EngineCore(Holds):
             self.book.release(living)
         return bool(living)
 
-    def call(self, action: Callable[[], T]) -> T:
-        """Runs the action between two steps, and returns its result or raises its error."""
-        return self.ask(action).result()
-
-    def ask(self, action: Callable[[], T]) -> Future[T]:
-        """As call(), for who does not wait here: the result to come. One that is cancelled before is not made."""
-        future = self._ask(action)
-        if future is None:
-            raise self._closed()
-        return future
-
-    def _ask(self, action: Callable[[], T]) -> Future[T] | None:
-        """The result to come; None once the core is closed."""
-        self.refuse_own_thread()
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-
-        return future if self._post(run) else None
-
-    def refuse_own_thread(self) -> None:
-        """Raises for a caller that would wait for the end of the step which it is called from."""
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("called from within a step of the engine, by a mask: it would wait for itself")
-
     def check_health(self) -> float | None:
         """The seconds that the step in work has taken so far; None: there is none. Raises RuntimeError where nothing
         can be served any more."""
@@ -147,32 +101,6 @@ class EngineCore(Holds):
             closed.result()
             self._join()
 
-    def stop(self) -> None:
-        """Ends the thread after the step that it works on, at the end of the process. Later requests raise."""
-        with self._lock:
-            self._is_closed = self._is_stopping = True
-            self._inbox.put(None)
-        self._join()
-
-    def _join(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _post(self, action: Action) -> bool:
-        """Puts the action into the inbox. False, and nothing is done, once the core is closed."""
-        with self._lock:
-            if self._is_closed:
-                return False
-            if self._thread is None:
-                self._start_after_fork()
-            self._inbox.put(action)
-        return True
-
-    def _closed(self) -> RuntimeError:
-        error = RuntimeError(f"this {self._owner} is closed")
-        error.__cause__ = self._death
-        return error
-
     # --- for actions
 
     def drain(self) -> None:
@@ -185,26 +113,16 @@ class EngineCore(Holds):
     def preempt_all(self) -> None:
         """After drain(): no sequence has pages, and all begin again once steps are made."""
         assert self.runner is not None, "it is not closed"
-        self._forget(self.runner)
         self._pipeline = self._new_pipeline(self.runner)
         self.book.preempt_all()
 
     # --- the thread
 
-    def _start(self) -> None:
-        # Neither the thread, while it waits, nor the finalizer keeps the core: an engine that nobody has any more goes.
-        weakref.finalize(self, self._inbox.put, None).atexit = False
-        self._thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self), self._inbox), name="pagedkv", daemon=True
-        )
-        self._thread.start()
-
-    def _start_after_fork(self) -> None:
-        """In a child process. The requests of before are its parent's."""
+    def _after_fork(self) -> None:
+        """The requests of before are the parent's."""
         self._faults = None
         self.book.forget()
         self._restart()
-        self._start()
 
     def work(self, action: Action) -> bool:
         """Does the action, and steps until no request is left. Returns whether there may be more to do later."""
@@ -259,7 +177,8 @@ class EngineCore(Holds):
         """After an error in a step. The steps on their way are lost, but nothing that the host knows. What ran is tried
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
         if self.runner is not None and isinstance(error, GroupError):  # of a kernel: who waited for it got it
-            error = self.runner.blame(error)
+            assert self.runner.team is not None, "there are other ranks"
+            error = self.runner.team.blame(error)
         if self.runner is None or isinstance(error, RankError):
             raise error
         in_flight = [seq for step in self._pipeline.in_flight for seq in step.receivers]
@@ -276,19 +195,17 @@ class EngineCore(Holds):
     def _restart(self) -> None:
         """Forgets the steps on their way, and queues the requests that may run: all, or those of the fault search."""
         if self.runner is not None:
-            self._forget(self.runner)
             self._pipeline = self._new_pipeline(self.runner)
             group = None if self._faults is None else self._faults.next_group()
             if group is None:
                 self._faults = None
             self.book.restart(group)
 
-    def _forget(self, runner: ModelRunner) -> None:
-        runner.forget()
+    def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
+        """Nothing is on its way in it: steps of one before are forgotten."""
+        runner.sampler.forget()
         if self._guesser is not None:
             self._guesser.forget()
-
-    def _new_pipeline(self, runner: ModelRunner) -> Pipeline:
         return Pipeline(runner, self.scheduler, self.counters, self.book.process_step, self._guesser)
 
     def _close(self) -> None:
@@ -330,24 +247,6 @@ def _lose(ref: weakref.ref[EngineCore], error: BaseException) -> None:
         core._post(fail)
 
 
-def _serve(ref: weakref.ref[EngineCore], inbox: Inbox) -> None:
-    """The thread. While it waits, it keeps nothing alive."""
-    while (action := inbox.get()) is not None:
-        core = ref()
-        if core is None:
-            return
-        try:
-            if not core.work(action):
-                return
-        except RankError as error:  # of which the log has said all
-            core.die(error)
-            return
-        except BaseException as error:
-            core.die(error)
-            raise
-        del core, action
-
-
 cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()  # of this process
 
 
@@ -363,7 +262,6 @@ def _stop_all() -> None:
 def _forget_threads() -> None:
     for core in list(cores):
         core._reset_threads()
-        core.book.reset_lock()
 
 
 os.register_at_fork(after_in_child=_forget_threads)

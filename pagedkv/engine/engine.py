@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
@@ -21,8 +20,6 @@ from pagedkv.models.hub import model_folder
 from pagedkv.models.pooling import read_normalizes
 
 from .build import build, read_default_params, read_model
-from .cache import snapshot
-from .cache.pool import KVCaches, num_blocks_of, resize_pool
 from .control import Control
 from .lora_request import LoRARequest
 from .options import KV_CACHE_DTYPES, EngineOptions, describe, find_device
@@ -31,7 +28,6 @@ from .requests.adapters import check_lora
 from .requests.prompts import Prompt, check_request, check_vocabulary, encode, read_prompt
 from .requests.request import Mailbox, Receiver, Request
 from .requests.view import EngineView
-from .runner.model_runner import ModelRunner
 from .runner.plan import devices_of_ranks
 from .sampling.grammars import Grammars
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -222,78 +218,6 @@ class Engine(Control):
     def _normalizes(self) -> bool:
         """Whether a vector's length becomes 1; raises where the folder asks for another pooling than ours."""
         return read_normalizes(self.folder)
-
-    # --- the pool
-
-    def resize_cache(self, num_blocks: int | None = None, *, kv_cache_memory: int | None = None) -> int:
-        """Resizes the pool while the engine goes on, to num_blocks pages or to as many as kv_cache_memory bytes hold.
-        Returns the number of pages.
-
-        Shrinking evicts cached pages and gives memory back to the system. If pages in use lie beyond the new end, or an
-        unfinished request may need more pages than that, it raises OutOfBlocks and changes nothing. MemoryError: the
-        device has too little memory.
-        """
-        wanted = num_blocks_of(num_blocks, kv_cache_memory, self._open_runner().caches)
-
-        def resize() -> None:
-            self._check_awake("kv_cache")
-            self._book.check_resize(wanted)
-            resize_pool(self.manager, self._open_runner().resize, wanted)
-
-        self._core.call(resize)
-        return wanted
-
-    def save_cache(self, path: str | os.PathLike[str]) -> int:
-        """Writes the prefix cache to a file, for load_cache() after a restart; returns how many pages. No step is
-        planned meanwhile. The file is written as a whole, or stays as it was. Only its owner may read it, because it
-        holds prompts.
-
-        The first call of this or of load_cache() reads all weights in the model's folder, to name them in the file: 1
-        to 2 GB/s a core. ValueError: they are not those that were loaded.
-        """
-        self._refuse_ranks()
-        self._refuse_other_weights()
-        identity = self._identity()
-        return self._with_caches(lambda caches: snapshot.save(path, identity, self.manager, caches))
-
-    def load_cache(self, path: str | os.PathLike[str]) -> int:
-        """Puts what save_cache() wrote into free pages of the prefix cache; returns how many pages.
-
-        ValueError: the file is damaged, or of another model, dtype or layout. FileNotFoundError: there is none. After
-        either nothing has changed.
-        """
-        self._refuse_ranks()
-        self._refuse_other_weights()
-        file = snapshot.open_saved(path, self._identity)
-        return self._with_caches(lambda caches: snapshot.load(file, self.manager, caches))
-
-    def _refuse_ranks(self) -> None:
-        comm = self._open_runner().comm
-        if comm is not None:
-            raise NotImplementedError(f"tensor_parallel_size is {comm.size}; the cache of one rank is saved and loaded")
-
-    def _with_caches(self, action: Callable[[KVCaches], int]) -> int:
-        """Runs the action between two steps, on the stream of the steps."""
-
-        def run() -> int:
-            runner = self._open_runner()
-            self._check_awake("kv_cache")
-            self._refuse_other_weights()
-            with runner.stream:
-                return action(runner.caches)
-
-        return self._core.call(run)
-
-    def _open_runner(self) -> ModelRunner:
-        """The runner of an engine that is not closed."""
-        self.health()
-        assert self._runner is not None, "it is not closed"
-        return self._runner
-
-    @property
-    def _runner(self) -> ModelRunner | None:
-        """None: closed."""
-        return self._core.runner
 
     # --- to look at
 

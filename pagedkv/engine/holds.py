@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .requests.book import RequestBook
+from .thread import ActionThread
 
 PauseMode = Literal["keep", "wait", "abort"]
 OBSTACLES = {"pause": "paused", "sleep": "asleep", "update": "taking new weights"}  # by reasons to hold
@@ -22,24 +23,18 @@ class Wait(NamedTuple):
     done: Future[None]
 
 
-class Holds(ABC):
+class Holds(ActionThread):
     """That part of EngineCore. Any thread may call hold(), actions the rest."""
 
     book: RequestBook
     holds: set[str]  # reasons
-    _waits: list[Wait]
 
     @abstractmethod
     def drain(self) -> None: ...
 
-    @abstractmethod
-    def refuse_own_thread(self) -> None: ...
-
-    @abstractmethod
-    def _post(self, action: Callable[[], Any]) -> bool: ...
-
-    @abstractmethod
-    def _closed(self) -> RuntimeError: ...
+    def _reset_threads(self) -> None:
+        super()._reset_threads()
+        self._waits: list[Wait] = []
 
     def hold(self, reason: str, mode: PauseMode, then: Callable[[], None] = lambda: None) -> None:
         """No step is made until release(). Returns when that is so, all tokens have been collected, and then() is done,

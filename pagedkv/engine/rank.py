@@ -23,6 +23,7 @@ from pagedkv.parallel.member import END_SECONDS
 from pagedkv.parallel.ring import Kind, Reader, Record
 from pagedkv.parallel.watch import OF_GROUP
 
+from .runner.make import make_runner
 from .runner.model_runner import ModelRunner
 from .runner.plan import RunnerPlan
 from .runner.step_memory import StepHeader
@@ -68,7 +69,7 @@ class Rank:
     def set_up(self, plan: RunnerPlan) -> None:
         self.comm = plan.communicator(self.rank, self._comm_fd)
         os.close(self._comm_fd)
-        self.runner, _ = plan.make(self.rank, self.comm)
+        self.runner, _ = make_runner(plan, self.comm)
 
 
 def _replay(runner: ModelRunner, record: Record) -> None:
@@ -86,7 +87,7 @@ def _replay(runner: ModelRunner, record: Record) -> None:
     elif record.kind == Kind.LOGITS:
         runner.logits_of(record.arrays[0].view(np.int32))
     else:
-        runner.move(record.kind, record.arrays[0].view(np.int32).reshape(-1, 2))
+        runner.caches.move(record.kind, record.arrays[0].view(np.int32).reshape(-1, 2))
 
 
 def _end_with(bell: socket.socket) -> None:

@@ -24,7 +24,6 @@ class WeightUpdates(ABC):
 
     _core: EngineCore
     manager: BlockManager
-    _open_runner: Callable[[], ModelRunner]
     _has_other_weights = False  # than those of the folder
     _named_version: int | str | None = None  # by a call of the update that has begun
 
@@ -33,6 +32,17 @@ class WeightUpdates(ABC):
 
     @abstractmethod
     def _hold_if_asleep(self, runner: ModelRunner) -> None: ...
+
+    @property
+    def _runner(self) -> ModelRunner | None:
+        """None: closed."""
+        return self._core.runner
+
+    def _open_runner(self) -> ModelRunner:
+        """The runner of an engine that is not closed."""
+        self._core.check_health()
+        assert self._runner is not None, "it is not closed"
+        return self._runner
 
     def update_weights(
         self,

@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.ops import GroupError
+
 from .member import Member, end, environment
 from .ring import Kind, Writer, memory_file, ring_bytes
-from .watch import RankError, Watch
+from .watch import OF_GROUP, RankError, Watch
 
 
 class Team:
@@ -77,11 +79,6 @@ class Team:
                 results[rank] = result
         return [results[rank] for rank in range(1, self.num_ranks)]
 
-    @property
-    def num_told(self) -> int:
-        """How many records there were."""
-        return 0 if self._watch.writer is None else self._watch.writer.number
-
     def _writer(self) -> Writer:
         self._watch.check()
         assert self._watch.writer is not None, "the team has not ended"
@@ -89,9 +86,26 @@ class Team:
 
     # --- failures, and the end
 
-    def blame(self, kind: str, text: str) -> RankError:
+    def blame(self, error: BaseException) -> RankError:
         """The error of the team after one in this process, which ends it: see Watch.blame."""
-        return self._watch.blame(kind, text)
+        kind = OF_GROUP if isinstance(error, (GroupError, ConnectionError)) else type(error).__name__
+        return error if isinstance(error, RankError) else self._watch.blame(kind, str(error))
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """An error after the others were told of something is the end of all."""
+        num_told = self._num_told
+        try:
+            yield
+        except BaseException as error:
+            if self._num_told == num_told:
+                raise
+            raise self.blame(error) from error
+
+    @property
+    def _num_told(self) -> int:
+        """How many records there were."""
+        return 0 if self._watch.writer is None else self._watch.writer.number
 
     def watch(self, abort: Callable[[str], object]) -> None:
         """abort(reason) ends what this process waits for on a device, after a failure and before the end."""

@@ -16,6 +16,7 @@ from pagedkv import BlockManager, Tensor, ops
 from pagedkv.checks import check_int
 from pagedkv.models.spec import Spec
 from pagedkv.ops import ElasticBuffer
+from pagedkv.parallel.ring import Kind
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each
 MAX_SLOTS = 2**31 - 1  # a slot is an int32
@@ -83,10 +84,28 @@ class KVCaches:
                 each.resize(size)
             raise
 
+    def try_to_resize(self, num_blocks: int) -> bool:
+        """False, and no change: the device has too little memory."""
+        try:
+            self.resize(num_blocks)
+        except MemoryError:
+            return False
+        return True
+
     @property
     def max_blocks(self) -> int:
         """The most pages that the addresses reach."""
         return self._buffers[0].capacity // self._page_bytes
+
+    def move(self, kind: int, pairs: np.ndarray) -> None:
+        """Copies pages, or swaps them between the device and host memory: pairs of source and destination."""
+        caches, host = each_cache(self.layers), each_cache(self.host_layers)
+        if kind == Kind.COPY:
+            ops.copy_blocks(caches, pairs)
+        elif kind == Kind.SWAP_OUT:
+            ops.swap_blocks(caches, host, pairs)
+        else:
+            ops.swap_blocks(host, caches, pairs)
 
     # --- pages as bytes, a few at a time
 

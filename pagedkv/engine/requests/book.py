@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from pagedkv import OutOfBlocks
 
-from ..outputs import WINDOW, EngineCounters, EngineStats, percentiles
+from ..outputs import EngineCounters, EngineStats
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
-from ..traffic import Traffic
 from .explain import explain
 from .request import Request
+from .statistics import Statistics
 from .view import EngineView, take_view
 
 
@@ -36,10 +35,7 @@ class RequestBook:
         self.weight_version: int | str = 0  # of the weights that the next step is computed with
         self._wakers: dict[Callable[[], None], None] = {}  # to be called, for readers in event loops
         self._num_streamed = 0
-        self._num_finished = 0
-        # Seconds of the last answers that ended without an error.
-        self._ttft, self._tpot, self._queue_time = (deque[float](maxlen=WINDOW) for _ in range(3))
-        self._traffic, self._last_step_time = Traffic(), 0.0
+        self._statistics = Statistics()
         self._is_closed = False
 
     def reset_lock(self) -> None:
@@ -100,7 +96,7 @@ class RequestBook:
 
     def _queue(self, request: Request) -> None:
         if self._may_run(request):
-            self._scheduler.queue(request.sequences)
+            self._scheduler.queues.add_answers(request.sequences)
 
     def _may_run(self, request: Request) -> bool:
         return request not in self._held and (self._tried is None or request in self._tried)
@@ -142,7 +138,7 @@ class RequestBook:
             if seq.finish_reason is None:
                 seq.siblings = []
                 seq.finish(reason, now, error)
-                self._traffic.ended[reason] += 1
+                self._statistics.traffic.ended[reason] += 1
         request.num_ended = len(request.sequences)
 
     # --- what callers get
@@ -150,10 +146,10 @@ class RequestBook:
     def process_step(self, step: Step, finished: list[Sequence]) -> None:
         """After every step: sends the callers what is new."""
         new = list(finished)
-        self._count(step)
+        self._statistics.count_step(step)
         for seq in finished:
             seq.request.num_ended += 1
-            self._add_times(seq)
+            self._statistics.count_end(seq)
         if self._num_streamed:
             new += [
                 seq for seq in (dict.fromkeys(step.receivers) if step.guesses else step.receivers)
@@ -167,38 +163,6 @@ class RequestBook:
                 together.setdefault(seq.request, []).append(seq)
         for request, sequences in together.items():
             self._send(request, sequences)
-
-    def _count(self, step: Step) -> None:
-        """A sequence that decodes has had its last token in the step before."""
-        traffic, now = self._traffic, time.perf_counter()
-        traffic.step_tokens.add(step.num_tokens)
-        num_new, firsts = step.num_new, step.receivers[step.num_decoded :]
-        for seq in firsts:
-            # Not one that comes again after a preemption.
-            if seq.index == 0 and len(seq.new_tokens) == 1 and seq.first_token_time is not None:
-                traffic.prompt_tokens += seq.num_prompt_tokens
-                traffic.first_token.add(seq.first_token_time - seq.start_time)
-                traffic.queue.add((seq.first_scheduled_time or seq.start_time) - seq.start_time)
-        traffic.new_tokens += num_new
-        num_decoded = max(num_new - len(firsts), 0)  # of these, tokens after a right guess come with the one before
-        num_guessed = max(num_decoded - step.num_decodes, 0)
-        traffic.between_tokens.add(now - self._last_step_time, num_decoded - num_guessed)
-        traffic.between_tokens.add(0.0, num_guessed)
-        self._last_step_time = now
-
-    def _add_times(self, seq: Sequence) -> None:
-        traffic, reason = self._traffic, seq.finish_reason
-        if reason is not None:
-            traffic.ended[reason] += 1
-        if seq.request.is_finished and seq.finish_time is not None:
-            traffic.whole.add(seq.finish_time - seq.start_time)
-        start, scheduled, first, end = seq.start_time, seq.first_scheduled_time, seq.first_token_time, seq.finish_time
-        if first is None or scheduled is None or end is None:
-            return  # with an error, or aborted
-        self._ttft.append(first - start)
-        self._queue_time.append(scheduled - start)
-        if len(seq.new_tokens) > 1:
-            self._tpot.append((end - first) / (len(seq.new_tokens) - 1))
 
     def _send(self, request: Request, sequences: list[Sequence]) -> None:
         """Sends what is new of these, if the request is streamed; else all, if all of its sequences have ended."""
@@ -216,7 +180,7 @@ class RequestBook:
             del self._requests[request]
             self._held.discard(request)
             self._num_streamed -= request.is_streamed
-            self._num_finished += 1
+            self._statistics.num_finished += 1
 
     def wake_readers(self) -> None:
         """Wakes the readers in event loops which got something since the last call."""
@@ -228,7 +192,7 @@ class RequestBook:
     def check_resize(self, num_blocks: int) -> None:
         """Raises OutOfBlocks where an unfinished request could not end in so few pages."""
         for request in self._requests:
-            num_pages = self._scheduler.pages_of(request.sequences[0])
+            num_pages = request.sequences[0].most_pages(self._scheduler.manager.block_size)
             if num_pages > num_blocks:
                 raise OutOfBlocks(f"num_blocks is {num_blocks} but request {request.id!r} may need {num_pages}")
 
@@ -305,21 +269,16 @@ class RequestBook:
     def view(self) -> EngineView:
         scheduler = self._scheduler
         running, waiting = scheduler.queues.running, scheduler.queues.waiting()
-        return take_view(scheduler.manager, self._traffic, running, waiting, self._num_waiting())
+        return take_view(scheduler.manager, self._statistics.traffic, running, waiting, self._num_waiting())
 
     def stats(self, counters: EngineCounters) -> EngineStats:
         scheduler = self._scheduler
         # A request that is aborted has no id any more.
         running = [seq for seq in scheduler.queues.running if self.find(seq.request.id) is seq.request]
-        return EngineStats(
+        return self._statistics.stats(
             num_running=len(running),
             num_waiting=self._num_waiting(),
-            num_finished=self._num_finished,
             num_preemptions=scheduler.queues.num_preemptions,
             counters=counters.copy(),
             pool=scheduler.manager.stats(),
-            time_to_first_token=percentiles(self._ttft),
-            time_per_token=percentiles(self._tpot),
-            queue_time=percentiles(self._queue_time),
-            traffic=self._traffic.copy(),
         )

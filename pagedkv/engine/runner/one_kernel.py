@@ -35,6 +35,12 @@ logger = logging.getLogger(__name__)
 class StepTimeout(RuntimeError):
     """A step of one kernel has failed."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "CTAs of a decode step of one kernel waited for each other for more than a second; from now on small "
+            "decodes are graphs of many kernels"
+        )
+
 
 class OneKernel:
     """Of a runner: its model, its memory for steps, where its sampler leaves tokens, and its stream."""

@@ -16,6 +16,7 @@ from pagedkv import Tensor, ops
 from pagedkv.models.spec import Batch
 
 from ..scheduling.step import Step
+from .plan import RunnerPlan
 
 ALIGN = 64  # bytes, to which each array of a step is aligned
 NO_TABLE = np.empty((0, 0), np.int32)
@@ -46,62 +47,34 @@ class StepHeader(NamedTuple):
 
 
 class StepMemory:
-    """The arrays of steps up to these sizes.
+    """The arrays of steps up to the plan's sizes. plans: see Model.allocate_plans."""
 
-    Args:
-        batch_sizes: of steps that only decode, in order; a step is padded to the next one
-        row_sizes: the same of the tokens of a step that only decodes, with guesses
-        most_queries: tokens of a decode in it, at most
-        plans: see Model.allocate_plans
-        has_adapters: whether there is an adapter's slot for each token
-    """
-
-    def __init__(
-        self,
-        device: str,
-        *,
-        batch_sizes: list[int],
-        block_size: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        plans: dict[tuple[int, int], Tensor],
-        has_adapters: bool = False,
-        row_sizes: SequenceOf[int] = (),
-        most_queries: int = 1,
-    ) -> None:
-        self._device, self._is_gpu = device, device != "cpu"
-        self._has_adapters = has_adapters
-        self._batch_sizes, self._max_num_batched_tokens, self._plans = batch_sizes, max_num_batched_tokens, plans
-        self._row_sizes, self._most_queries = row_sizes, most_queries
-        self._block_size, self.max_keys = block_size, max_model_len
-        max_num_seqs = batch_sizes[-1]
-        max_num_rows = max([max_num_seqs, *row_sizes[-1:]])
-        num_bytes = self._array_bytes(max_num_rows, max_num_batched_tokens)
+    def __init__(self, plan: RunnerPlan, device: str, plans: dict[tuple[int, int], Tensor]) -> None:
+        self._plan, self._device, self._is_gpu, self._plans = plan, device, device != "cpu", plans
+        self._row_sizes, self.max_keys = plan.row_sizes(device), plan.max_model_len
+        num_bytes = self._array_bytes(plan)
         self._host = [ops.empty(num_bytes, "uint8", pinned=self._is_gpu) for _ in range(2)]
         if not self._is_gpu:
             self._host[1] = self._host[0]
         self._there = ops.empty(num_bytes, "uint8", device) if self._is_gpu else self._host[0]
         # By batch size, and tokens where some are guesses: the host's arrays in turn, and the device's.
         self._decodes: dict[tuple[int, int | None], tuple[list[Batch], Batch]] = {}
-        self._temperatures, self._seeds = np.zeros(max_num_rows, np.float32), np.zeros(max_num_rows, np.int64)
+        self._temperatures, self._seeds = (np.zeros(plan.max_num_rows, each) for each in (np.float32, np.int64))
         if self._is_gpu:
-            shape = max_num_seqs, -(-max_model_len // block_size)
+            shape = plan.max_num_seqs, -(-plan.max_model_len // plan.block_size)
             self._host_tables = [ops.empty(shape[0] * shape[1], "int32", pinned=True) for _ in range(2)]
             self._tables = ops.empty(shape, "int32", device)
             self._table_there = NO_TABLE
         self._new_table = NO_TABLE  # of the step that was filled last
 
     @staticmethod
-    def _array_bytes(max_num_rows: int, max_num_batched_tokens: int) -> int:
-        return 4 * (4 * max_num_batched_tokens + 9 * max_num_rows) + 12 * ALIGN
+    def _array_bytes(plan: RunnerPlan) -> int:
+        return 4 * (4 * plan.max_num_batched_tokens + 9 * plan.max_num_rows) + 12 * ALIGN
 
     @staticmethod
-    def most_bytes(
-        max_num_seqs: int, max_num_rows: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
-    ) -> int:
+    def most_bytes(plan: RunnerPlan) -> int:
         """Of a step's arrays and block tables."""
-        arrays = StepMemory._array_bytes(max_num_rows, max_num_batched_tokens)
-        return arrays + 4 * max_num_seqs * -(-max_model_len // block_size)
+        return StepMemory._array_bytes(plan) + 4 * plan.max_num_seqs * -(-plan.max_model_len // plan.block_size)
 
     def fill(
         self, step: Step, arrays: Any, turn: int, *, needs_logits: bool, keeps_hidden: bool = False
@@ -111,10 +84,9 @@ class StepMemory:
         num_seqs, num_rows = len(step.sequences), len(step.sampled)
         has_guesses, max_seqlen_q = bool(step.guesses), arrays.max_seqlen_q
         if step.only_decodes:
-            num_tokens = size = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+            num_tokens = size = _next(self._plan.batch_sizes, num_seqs)
             if has_guesses:
-                num_tokens = self._row_sizes[bisect_left(self._row_sizes, num_rows)]
-                max_seqlen_q = self._most_queries
+                num_tokens, max_seqlen_q = _next(self._row_sizes, num_rows), 1 + self._plan.max_guesses
             host = self._decode_arrays(size, num_tokens if has_guesses else None)[0][turn]
             if num_seqs < size or num_rows < num_tokens:
                 pad(host, num_seqs, num_rows)
@@ -202,7 +174,7 @@ class StepMemory:
 
     def long_decodes(self, num_seqs: int, num_keys: int, num_blocks: int) -> Batch:
         """The same with so many keys each, in pages of their own where there are so many. Before the first step."""
-        there, num_columns = self.idle_decodes(num_seqs), -(-num_keys // self._block_size)
+        there, num_columns = self.idle_decodes(num_seqs), -(-num_keys // self._plan.block_size)
         pages = np.arange(num_seqs * num_columns, dtype=np.int32) % num_blocks
         self._tables[:num_seqs, :num_columns].copy_(pages.reshape(num_seqs, num_columns))
         there.context_lens.copy_(np.full(num_seqs, num_keys, np.int32))
@@ -211,13 +183,13 @@ class StepMemory:
 
     def idle_prompt(self) -> Batch:
         """On a GPU: a step of one prompt with max_num_batched_tokens tokens, whose KV is not stored."""
-        num_tokens = self._max_num_batched_tokens
+        num_tokens = self._plan.max_num_batched_tokens
         ops.synchronize(self._device)
         host, there = (self._arrays(memory, num_tokens, 1, 1) for memory in (self._host[0].numpy(), self._there))
         host.token_ids[:], host.positions[:], host.slot_mapping[:], host.context_lens[:] = 0, 0, -1, 0
         host.cu_seqlens_q[:], host.last_tokens[:], host.next_positions[:] = [0, num_tokens], 0, 0
         host.temperatures[:], host.seeds[:] = 0, 0
-        if self._has_adapters:
+        if self._plan.lora is not None:
             host.adapter_slots[:], host.row_adapter_slots[:] = -1, -1
         self._upload(host, 0)
         there.block_tables, there.max_seqlen_q = self._tables[:1], num_tokens
@@ -250,7 +222,7 @@ class StepMemory:
         seeds, temperatures = array(num_rows, "int64"), array(num_rows, "float32")
         token_ids, positions, slot_mapping = (array(num_tokens) for _ in range(3))
         context_lens = array(num_seqs)
-        slots = array(num_tokens) if self._has_adapters else None
+        slots = None if self._plan.lora is None else array(num_tokens)
         # Of a decode the position of the next token is the length of the context.
         cu_seqlens_q, next_positions = (
             (None, context_lens) if is_decode else (array(num_seqs + 1), array(num_rows))
@@ -294,6 +266,11 @@ class StepMemory:
         if header.only_decodes:
             return tables
         return tables[:, : header.table_columns]  # attention chooses its kernel by what the tables have room for
+
+
+def _next(sizes: list[int], count: int) -> int:
+    """The size that so many are padded to."""
+    return sizes[bisect_left(sizes, count)]
 
 
 def pad(arrays: Batch, num_seqs: int, num_tokens: int) -> None:

@@ -18,13 +18,15 @@ class AdapterSlots:
         self._num_running: dict[bytes, int] = {}  # sequences that pin it
         self._writes: list[tuple[int, Adapter]] = []
 
-    def has_room(self, adapter: Adapter) -> bool:
+    def has_room(self, adapter: Adapter | None) -> bool:
         """Whether a sequence with this adapter may start: it has a slot, or one is free or not pinned."""
-        return adapter.digest in self._slots or len(self._num_running) < self.num_slots
+        return adapter is None or adapter.digest in self._slots or len(self._num_running) < self.num_slots
 
-    def slot(self, adapter: Adapter) -> int:
-        """Of a running sequence's adapter."""
-        return self._slots[adapter.digest]
+    def slots_of(self, adapters: list[Adapter | None]) -> list[int] | None:
+        """Of running sequences, -1 of those without an adapter. None: none has one."""
+        if not any(adapters):
+            return None
+        return [-1 if adapter is None else self._slots[adapter.digest] for adapter in adapters]
 
     def pin(self, adapter: Adapter) -> None:
         """A sequence starts. There must be room."""

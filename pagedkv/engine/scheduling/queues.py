@@ -61,6 +61,13 @@ class Queues:
         """Queues it after the others of its call."""
         self._enter(seq).append(seq)
 
+    def add_answers(self, sequences: list[Sequence]) -> None:
+        """Queues those of a request that have not ended, but for those that are to be forked from another."""
+        unforked = {child for seq in sequences for child in seq.siblings}
+        for seq in sequences:
+            if seq.finish_reason is None and seq not in unforked:
+                self.add(seq)
+
     def put_back(self, seq: Sequence) -> None:
         """Queues it before the others of its call, which becomes the next in turn."""
         self._enter(seq).appendleft(seq)

@@ -54,15 +54,9 @@ class Scheduler:
     """Decides what the next step computes, by the rules above."""
 
     def __init__(
-        self,
-        manager: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        max_loras: int = 0,
-        max_num_rows: int | None = None,
-    ) -> None:
+        self, manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+        max_loras: int = 0, max_num_rows: int | None = None,
+    ) -> None:  # fmt: skip
         """max_num_rows: after so many tokens one is sampled in a step, at most; None: after one of each sequence"""
         self.manager = manager
         self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
@@ -91,27 +85,12 @@ class Scheduler:
 
     def check_pages(self, seq: Sequence) -> None:
         """Raises OutOfBlocks where the pool is too small for the sequence alone."""
-        num_pages = self.pages_of(seq)
+        num_pages = seq.most_pages(self.manager.block_size)
         if num_pages > self.manager.num_blocks:
             raise OutOfBlocks(
                 f"{seq.wanted} need {num_pages} pages of {self.manager.block_size} tokens but the pool has "
                 f"{self.manager.num_blocks}"
             )
-
-    def pages_of(self, seq: Sequence) -> int:
-        """The most pages that the sequence will hold. The last token's KV is never computed."""
-        return -(-(seq.max_num_tokens - 1) // self.manager.block_size)
-
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence that has passed check()."""
-        self.queues.add(seq)
-
-    def queue(self, sequences: list[Sequence]) -> None:
-        """Queues the answers of a request that have not ended, but for those that are to be forked from another."""
-        unforked = {child for seq in sequences for child in seq.siblings}
-        for seq in sequences:
-            if seq.finish_reason is None and seq not in unforked:
-                self.add(seq)
 
     @property
     def has_work(self) -> bool:
@@ -137,19 +116,12 @@ class Scheduler:
         if self.queues.num_waiting or len(self.queues.running) > step.num_decodes:
             self._schedule_prompts(step, has_room)
         if step.sequences:
-            self._find_adapters(step)
+            if self.queues.adapters.num_slots:
+                step.adapters = self.queues.adapters.take_writes()
+                step.adapter_slots = self.queues.adapters.slots_of([seq.adapter for seq in step.sequences])
             step.come_after(self._last_step)
             self._last_step = step
         return step
-
-    def _find_adapters(self, step: Step) -> None:
-        adapters = self.queues.adapters
-        if not adapters.num_slots:
-            return
-        step.adapters = adapters.take_writes()
-        its = [seq.adapter for seq in step.sequences]
-        if any(its):
-            step.adapter_slots = [-1 if adapter is None else adapters.slot(adapter) for adapter in its]
 
     def _schedule_prompts(self, step: Step, has_room: bool) -> None:
         """Adds chunks of the running prompts, and new prompts after them, within the step's token budget."""
@@ -179,16 +151,10 @@ class Scheduler:
 
     def _schedule_decodes(self, step: Step, guesses: Mapping[int, list[int]]) -> bool:
         """Adds the sequences that decode, with room for their newest tokens and guesses. Where there is none, guesses
-        are left out, and then it preempts.
-
-        Returns whether there was room for all.
-        """
+        are left out, and then it preempts. Returns whether there was room for all."""
         self.queues.retire()
         decodes = [seq for seq in self.queues.running if seq.num_in_pages < seq.num_tokens]
-        # They leave half of the step's tokens to prompts, and a row to each sequence that may be sampled.
-        room = (self.max_num_batched_tokens - len(decodes)) // 2
-        room = min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs))
-        fitting = fit(decodes, guesses, room) if guesses else []
+        fitting = self._fitting(decodes, guesses) if guesses else []
         preempted = [] if step.swap_out is None else [step.swap_out]
         has_room = True
         while decodes:
@@ -219,13 +185,18 @@ class Scheduler:
             step.add_decodes(decodes, ids, ends, fitting)
         return has_room
 
+    def _fitting(self, decodes: list[Sequence], guesses: Mapping[int, list[int]]) -> list[list[int]]:
+        """They leave half of the step's tokens to prompts, and a row to each sequence that may be sampled."""
+        room = (self.max_num_batched_tokens - len(decodes)) // 2
+        return fit(decodes, guesses, min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs)))
+
     def _preempt_for_waiting(self) -> np.ndarray | None:
         """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
         host pages, if any."""
         head = self.queues.peek()
         if not self._lacks_place(head) or head.num_known < head.num_tokens:
             return None
-        if head.adapter is not None and not self.queues.adapters.has_room(head.adapter):
+        if not self.queues.adapters.has_room(head.adapter):
             return None
         self.queues.retire()
         if not self._lacks_place(head):
@@ -315,12 +286,11 @@ class Scheduler:
         if running:
             self.queues.release(running)
 
-    def restart(self, sequences: Iterable[Sequence]) -> None:
+    def restart(self, sequences: list[Sequence]) -> None:
         """After an error anywhere: frees all pages. These sequences, which must be all there are, begin again with the
         tokens that the host knows, once they are queued."""
         self.queues.clear()
         self._last_step = Step()
-        known = list(sequences)
-        self.manager.free_batch([seq.id for seq in known if seq.id in self.manager])
-        for seq in known:
+        self.manager.free_batch([seq.id for seq in sequences if seq.id in self.manager])
+        for seq in sequences:
             seq.restart()

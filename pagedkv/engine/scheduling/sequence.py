@@ -109,6 +109,10 @@ class Sequence:
         """How many of num_tokens the host knows."""
         return self.num_prompt_tokens + len(self.new_tokens)
 
+    def most_pages(self, block_size: int) -> int:
+        """That it will hold. The last token's KV is never computed."""
+        return -(-(self.max_num_tokens - 1) // block_size)
+
     @property
     def wanted(self) -> str:
         """What was asked for, for messages."""

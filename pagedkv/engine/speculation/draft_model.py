@@ -41,17 +41,17 @@ class Own:
 class DraftModel:
     is_free = False
 
-    def __init__(self, runner: ModelRunner, manager: BlockManager, max_model_len: int) -> None:
+    def __init__(self, runner: ModelRunner, manager: BlockManager) -> None:
         """The manager caches no prefixes, so no sequence shares pages."""
-        self._runner, self._manager, self._max_model_len = runner, manager, max_model_len
+        self._runner, self._manager = runner, manager
         self._own: dict[int, Own] = {}  # by id: those that have pages
         self.is_measurable = True
 
     def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         self.is_measurable = True
-        most, room = max(counts), min(MOST_SEQS, self._runner.max_num_rows // SHORT)
+        most, room = max(counts), min(MOST_SEQS, self._runner.plan.max_num_rows // SHORT)
         self._free([id for id, own in self._own.items() if _has_ended(own.seq())])
-        chosen = [seq for seq in sequences if seq.num_known + most <= self._max_model_len][:room]
+        chosen = [seq for seq in sequences if seq.num_known + most <= self._runner.plan.max_model_len][:room]
         shadows = [shadow for seq in chosen if (shadow := self._shadow(seq, most, chosen)) is not None]
         if shadows:
             self._catch_up(shadows)
@@ -65,7 +65,7 @@ class DraftModel:
         """They are looked at when guesses of them are wanted."""
 
     def forget(self) -> None:
-        self._runner.forget()
+        self._runner.sampler.forget()
         self._free(list(self._own))
 
     # --- pages
@@ -123,7 +123,7 @@ class DraftModel:
         waiting = [shadow for shadow in shadows if shadow.num_tokens - shadow.num_computed > SHORT]
         while waiting:
             self.is_measurable = False
-            step, budget = Step(), self._runner.max_num_batched_tokens
+            step, budget = Step(), self._runner.plan.max_num_batched_tokens
             for shadow in waiting:
                 length = min(shadow.num_tokens - 1 - shadow.num_computed, budget)
                 if length:
@@ -210,8 +210,8 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
     )  # fmt: skip
 
 
-def make_draft_model(runner: ModelRunner, max_model_len: int, num_blocks: int) -> DraftModel:
+def make_draft_model(runner: ModelRunner, num_blocks: int) -> DraftModel:
     """With a pool of as many pages as the target's."""
     manager = BlockManager(num_blocks, runner.caches.block_size, enable_prefix_caching=False)
     runner.allocate(manager)
-    return DraftModel(runner, manager, max_model_len)
+    return DraftModel(runner, manager)

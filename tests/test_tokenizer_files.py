@@ -332,6 +332,21 @@ def test_a_token_without_an_embedding_is_refused(tmp_path):
     assert good.finish_reason in ("stop", "length")
 
 
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(tmp_path):
+    """The library raises a bare Exception where a character has no token, and where it fails itself, what is none."""
+    given = json.loads(words())
+    given["model"]["unk_token"] = "<nothing>"
+    failing = Library.from_str(words())
+    failing.normalizer = normalizers.Strip()
+    failing.add_tokens([AddedToken("\n\n", normalized=True)])
+    for name, tokenizer, bad in (("unknown", json.dumps(given), "aé"), ("failing", failing.to_str(), "a é")):
+        with LLM(write(tmp_path / name, tokenizer, None), device="cpu", num_blocks=64) as llm:
+            for text in (bad, bad * 3000):
+                first, second = llm.generate([text, "ab"], SamplingParams(max_tokens=2), use_tqdm=False)
+                assert isinstance(first.error, ValueError) and "the tokenizer cannot encode the text: " in str(first.error)
+                assert second.error is None and len(second.outputs[0].token_ids) == 2
+
+
 def test_a_chat_template_may_write_all_named_tokens(tmp_path):
     pytest.importorskip("jinja2")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token("</s>"), "chat_template": "{{ bos_token }}{{ eos_token }}"}))  # fmt: skip

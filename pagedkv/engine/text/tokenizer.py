@@ -69,12 +69,19 @@ class Tokenizer:
         return frozenset([self.library.token_to_id(text)]) if text and self.exists else frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text that has no tokens."""
         tokenizer = self.library
         text.encode()  # UnicodeEncodeError for a lone surrogate; the library's own message does not help
-        if len(text) > LONG_TEXT:
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        else:
-            encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            if len(text) > LONG_TEXT:
+                (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            # The library's own error, of a character without a token, say; or it has failed, which is no Exception
+            raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
         ids: list[int] = encoding.ids
         return ids
 

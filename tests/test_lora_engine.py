@@ -412,6 +412,7 @@ def test_regular_expressions_and_excluded_modules(cpu, tmp_path):
     for config in (
         {"target_modules": r".*\.1\.self_attn\.(q|v)_proj"},
         {"target_modules": ["model.layers.1.self_attn.q_proj", "1.self_attn.v_proj"]},
+        {"target_modules": [f"model.layers.1.self_attn.{each}_proj" for each in "qv"], "layers_to_transform": [0]},  # whole names
         {"target_modules": "all-linear", "exclude_modules": r".*layers\.0\..*|.*mlp.*|.*(k|o)_proj"},
         {"target_modules": ["q_proj", "v_proj", "k_proj"], "exclude_modules": ["k_proj"], "layers_to_transform": 1, "layers_pattern": ["layers"]},
     ):  # fmt: skip

@@ -474,6 +474,19 @@ def test_what_llm_compressor_writes():
     assert parse_quantization({"quantization_config": config}).stores == ("int4",)
 
 
+def test_a_product_that_several_groups_name():
+    """As compressed-tensors orders targets: whole names, patterns by alphabet, the class; of one target the last group."""
+    q, k, down, head = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.down_proj", "lm_head"
+    targets = (["re:.*q_proj", "re:.*k_proj", "Linear"], ["re:.*layers.1.*", "Linear"], [k], ["re:.*[k]_proj"])
+    config = compressed("int", 4, "group", "pack-quantized", group_size=32) | {"ignore": []}
+    group = config["config_groups"].pop("group_0")
+    for i, each in enumerate(targets):
+        sized = {"weights": group["weights"] | {"group_size": 32 * 2**i}}
+        config["config_groups"][f"group_{i}"] = group | {"targets": each} | sized
+    found = parse_quantization({"quantization_config": config})
+    assert [found._scheme(name).group_size for name in (q, k, down, head)] == [64, 128, 64, 64]
+
+
 def test_groups_that_do_not_divide(tmp_path):
     write_quantised(tmp_path, FORMATS["awq"], quantization={"group_size": 40})
     with pytest.raises(NotImplementedError, match=r"q_proj: 64 inputs are no multiple of quantization_config.group_size 40"):

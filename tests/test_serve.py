@@ -143,6 +143,17 @@ def test_text_offsets_of_split_characters(tmp_path):
         assert content.decode(errors="replace") == choice["message"]["content"] and b"\xe4\xbd" in content
 
 
+def test_a_text_without_tokens(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    folder = write_model(tmp_path)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="<nothing>")).save(str(folder / "tokenizer.json"))
+    with LLM(folder, **ENGINE) as llm, serving(AsyncEngine(llm)) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        for path in (COMPLETIONS, "/tokenize"):
+            assert post(http, path, prompt="b", status=400)["error"]["message"].startswith("the tokenizer cannot encode the text")
+        assert post(http, "/tokenize", prompt="a")["tokens"] == [0]
+
+
 def test_logprobs_without_texts(tmp_path):
     folder = write_model(tmp_path)
     (folder / "tokenizer.json").unlink(missing_ok=True)

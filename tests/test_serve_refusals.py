@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 import socket
 import time
 
@@ -141,6 +143,33 @@ def test_a_large_head_and_a_body_in_small_parts(http):
         client.sendall(b"POST /tokenize HTTP/1.1\r\nname: " + b"a" * 50_000 + b"\r\ntransfer-encoding: chunked\r\n\r\n")
         client.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("cut", ["nowhere", "behind the head", "everywhere"])
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_is_passed_over(http, upgrade, cut):
+    """As Java's client makes it for HTTP/2: the body counts, and so does what comes after it."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + upgrade + b"\r\nHTTP2-Settings: AAMAAABk\r\n"
+    body = b'{"prompt": "1+1="}'
+    asked = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    asked += head + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    asked += head.replace(b"POST /tokenize", b"GET /version") + b"\r\n" + b"GET /none HTTP/1.1\r\nConnection: close\r\n\r\n"
+    end = asked.index(b"{")
+    parts = {"nowhere": [asked], "behind the head": [asked[:end], asked[end:]]}.get(cut) or [bytes([byte]) for byte in asked]
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=20) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            client.sendall(part)
+            time.sleep(0.05 if cut == "behind the head" else 0)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"200", b"404"], answer
+    assert answer.count(b'{"count":4,"max_model_len":') == 2 and answer.count(b'"version"') == 1
+
+
+def test_a_compressed_body(http):
+    answer = http.post("/tokenize", content=gzip.compress(b'{"prompt": "1"}'), headers={"content-encoding": "gzip"})
+    assert answer.status_code == 400 and "content-encoding 'gzip', which is not read" in answer.json()["error"]["message"]
+    assert http.post("/tokenize", json={"prompt": "1"}, headers={"content-encoding": "Identity"}).status_code == 200
 
 
 def test_keys_origins_and_sizes():

@@ -412,7 +412,7 @@ def test_guesses_that_are_wrong_stop(folder):
     [
         (3, TypeError, "speculative_config is 3 but must be a dict or JSON of one"),
         ("suffix", ValueError, "speculative_config is 'suffix' but must be JSON: "),
-        ("[1]", TypeError, r"speculative_config is '\[1\]' but must be a dict"),
+        ("[1]", ValueError, r"speculative_config is \[1\] but must be a dict"),
         ({}, ValueError, r"speculative_config\['method'\] is None but must be suffix or draft_model"),
         ({"method": "eagle"}, ValueError, r"\['method'\] is 'eagle' but must be suffix or draft_model"),
         ({"method": "suffix", "tokens": 3}, ValueError, "has 'tokens' but may have method, model and num_speculative_tokens"),

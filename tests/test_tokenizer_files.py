@@ -165,6 +165,13 @@ FOLDERS: dict[str, tuple[dict | None, dict]] = {
     "special tokens are split": ({"split_special_tokens": True, "pad_token": X}, {}),
     "an end that is added": ({"add_bos_token": True, "add_eos_token": True, "bos_token": X, "eos_token": "<y>"}, {}),
     "a space before": ({"add_prefix_space": True, "clean_up_tokenization_spaces": False}, {}),
+    "names beside an empty list of additional ones": (
+        {"additional_special_tokens": [], "extra_special_tokens": {"image_token": "<z>"}},
+        {"special_tokens_map": {"additional_special_tokens": [X]}},
+    ),
+    "no additional ones, in one of two files": (
+        {"additional_special_tokens": None}, {"special_tokens_map": {"additional_special_tokens": [X]}},
+    ),
     "the library's own class": ({"tokenizer_class": "TokenizersBackend", "pad_token": X}, {}),
 }  # fmt: skip
 QWEN = {
@@ -213,6 +220,28 @@ def test_the_class_that_qwen3_names(tmp_path, name, case):
     added = {each.pop("id"): each for each in json.loads(byte_level())["added_tokens"]}
     settings = {"tokenizer_class": name, "added_tokens_decoder": added} | QWEN[case]
     check_parity(write(tmp_path, byte_level(), settings))
+
+
+NAMES_A_TOKEN: dict[str, tuple[dict, dict]] = {
+    "by a text": ({"eos_token": X}, {}),
+    "with flags": ({"pad_token": typed(X, lstrip=True)}, {}),
+    "by a name of its own": ({"image_token": X}, {}),
+    "in special_tokens_map.json": ({}, {"special_tokens_map": {"eos_token": unmarked(X)}}),
+    "beside added_tokens.json": ({"eos_token": X}, {"added_tokens": {"<y>": 998}}),
+    "beside a list without it": ({"eos_token": X, "added_tokens_decoder": {"998": token("<y>")}}, {}),
+    "beside a list that is empty": ({"eos_token": X, "added_tokens_decoder": {}}, {}),
+    "without a name": ({"extra_special_tokens": [X]}, {}),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("case", NAMES_A_TOKEN)
+def test_an_ordinary_token_that_another_file_names(tmp_path, base, case):
+    """tokenizer.json has it as no special one: whether texts leave it out depends on who names it."""
+    library = Library.from_str(BASES[base]())
+    library.add_tokens([AddedToken(X, special=False, normalized=False)])
+    settings, files = NAMES_A_TOKEN[case]
+    check_parity(write(tmp_path, str(library.to_str()), settings, **files))
 
 
 def changed(text: str, **entries: Any) -> str:
@@ -301,6 +330,21 @@ def test_a_token_without_an_embedding_is_refused(tmp_path):
         bad, good = llm.generate(["ab<x>", "ab"], SamplingParams(max_tokens=2), use_tqdm=False)
     assert bad.finish_reason == "error" and f"token id {EOS + 1} is not in 0..{EOS}" in str(bad.error)
     assert good.finish_reason in ("stop", "length")
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(tmp_path):
+    """The library raises a bare Exception where a character has no token, and where it fails itself, what is none."""
+    given = json.loads(words())
+    given["model"]["unk_token"] = "<nothing>"
+    failing = Library.from_str(words())
+    failing.normalizer = normalizers.Strip()
+    failing.add_tokens([AddedToken("\n\n", normalized=True)])
+    for name, tokenizer, bad in (("unknown", json.dumps(given), "aé"), ("failing", failing.to_str(), "a é")):
+        with LLM(write(tmp_path / name, tokenizer, None), device="cpu", num_blocks=64) as llm:
+            for text in (bad, bad * 3000):
+                first, second = llm.generate([text, "ab"], SamplingParams(max_tokens=2), use_tqdm=False)
+                assert isinstance(first.error, ValueError) and "the tokenizer cannot encode the text: " in str(first.error)
+                assert second.error is None and len(second.outputs[0].token_ids) == 2
 
 
 def test_a_chat_template_may_write_all_named_tokens(tmp_path):

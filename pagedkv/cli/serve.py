@@ -22,6 +22,7 @@ examples:
 
 SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to their ends. A second one stops.
 """
+MAX_FRONT_ENDS = 256  # processes of 60 MB
 MAX_DESCRIPTORS = 1 << 16
 TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
 REASONING_PARSERS = "auto", "qwen3", "none"
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     keys, tls = _keys(args), _tls(args)
     if not 0 <= args.port < 1 << 16:  # the resolver would take it modulo 65536
         raise ValueError(f"--port is {args.port} but must be in 0..65535")
+    if args.front_ends > MAX_FRONT_ENDS:
+        raise ValueError(f"--front-ends is {args.front_ends} but must be at most {MAX_FRONT_ENDS}")
     for origin in args.allowed_origin:  # others are never equal to what a browser sends
         if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/]+", origin):
             raise ValueError(f"--allowed-origin is {origin!r} but must be SCHEME://HOST, perhaps with :PORT, or *")

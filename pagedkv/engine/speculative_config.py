@@ -27,21 +27,24 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, value: object) -> SpeculativeConfig:
         """Of a dict, or of JSON. Raises for what is wrong in it."""
-        given = value
-        if isinstance(value, str):
-            try:
-                given = json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{NAME} is {value!r} but must be JSON: {error}") from None
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{NAME} is {value!r} but must be a dict or JSON of one")
-        for key in given:
-            if key not in KEYS:
-                raise ValueError(f"{NAME} has {key!r} but may have {', '.join(KEYS[:-1])} and {KEYS[-1]}")
-        return cls(**_checked(given))
+        if not isinstance(value, str):
+            return cls(**_checked(value))
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{NAME} is {value!r} but must be JSON: {error}") from None
+        try:
+            return cls(**_checked(given))
+        except TypeError as error:  # within a text, which is of the right type
+            raise ValueError(str(error)) from None
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{NAME} is {given!r} but must be a dict or JSON of one")
+    for key in given:
+        if key not in KEYS:
+            raise ValueError(f"{NAME} has {key!r} but may have {', '.join(KEYS[:-1])} and {KEYS[-1]}")
     checked, method, model = dict(given), given.get("method"), given.get("model")
     if method not in METHODS:
         raise ValueError(f"{NAME}['method'] is {method!r} but must be {' or '.join(METHODS)}")

@@ -188,6 +188,8 @@ class AdapterConfig:
             return False
         layer = LAYER.search(name)
         is_in_layer = self._layers is None or (layer is not None and int(layer[1]) in self._layers)
+        if isinstance(self._targets, tuple) and name in self._targets:  # a whole name, of whatever layer
+            return True
         return is_in_layer and self._targets is not None and _matches(self._targets, name)
 
 

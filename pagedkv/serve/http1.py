@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers, beside a read of asyncio's, which is at most 256 KiB
@@ -15,14 +17,47 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
     that grows with the square of a header's length."""
 
     _num_silent = 0  # bytes since the parser told of something other than a header
+    _data = b""  # what is being parsed
+    _knows_head = False  # the parser gets a head again
 
     def data_received(self, data: bytes) -> None:
         self._num_silent += len(data)
+        self._data = data
         super().data_received(data)
         if self._num_silent > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The head of the request is larger than {MAX_HEAD:,} bytes.")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer of another protocol, as Java's clients make it for HTTP/2, is passed over. The parser takes what
+        comes after the head for that protocol; another parser takes it for the body."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest = self._data[upgrade.args[0] :]
+        length = [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        lines = [b"POST / HTTP/1.1", *(name + b": " + value for name, value in length), b"", b""]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._knows_head = True
+        super().data_received(b"\r\n".join(lines))
+        self._knows_head = False
+        if rest:
+            self.data_received(rest)
+
+    def on_message_begin(self) -> None:
+        if not self._knows_head:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._knows_head:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._knows_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._knows_head:
+            return
         self._num_silent = 0
         before = self.cycle
         super().on_headers_complete()
@@ -35,7 +70,8 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_message_complete(self) -> None:
         self._num_silent = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():  # else the body has not come yet
+            super().on_message_complete()
 
 
 def _send_without_chunks(cycle: Any) -> None:

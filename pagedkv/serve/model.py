@@ -125,7 +125,10 @@ class ServedModel:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.check_tokenizer()
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise of_request(error) from error
 
     def decode(self, token_ids: list[int]) -> str:
         self.check_tokenizer()

@@ -72,7 +72,9 @@ class Server:
         return body, headers
 
     async def body(self, request: Request) -> bytes:
-        parts, size = [], 0
+        parts, size, coding = [], 0, request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise ApiError(400, f"the body has the content-encoding {coding[:100]!r}, which is not read")
         try:
             async for part in request.stream():
                 size += len(part)

@@ -121,9 +121,10 @@ def encode(
     """The token ids of a prompt, and the error if they are wrong. A prompt of the wrong type raises TypeError, whose
     message calls it `name`. The first step waits for this: 144,000 ids take 1 ms, and 10 ms in a loop of Python."""
     if isinstance(prompt, str):
+        _ = tokenizer.library  # what is wrong with its files is no error of the prompt
         try:
             prompt = tokenizer.encode(prompt)
-        except UnicodeEncodeError as error:
+        except ValueError as error:
             return [], error
     if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
         raise TypeError(

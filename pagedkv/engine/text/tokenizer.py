@@ -69,12 +69,19 @@ class Tokenizer:
         return frozenset([self.library.token_to_id(text)]) if text and self.exists else frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text that has no tokens."""
         tokenizer = self.library
         text.encode()  # UnicodeEncodeError for a lone surrogate; the library's own message does not help
-        if len(text) > LONG_TEXT:
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        else:
-            encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            if len(text) > LONG_TEXT:
+                (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            # The library's own error, of a character without a token, say; or it has failed, which is no Exception
+            raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
         ids: list[int] = encoding.ids
         return ids
 
@@ -127,7 +134,7 @@ class NamedTokens(NamedTuple):
 
     named: dict[str, Any]  # by a name such as "eos_token"; None: there shall be none
     extra: list[Any]  # special tokens without a name
-    listed: dict[int, Any]  # added_tokens_decoder, by token id; without it the older files count
+    listed: dict[int, Any] | None  # added_tokens_decoder, by token id; without it the older files count
     older: dict[str, int]  # added_tokens.json, which has no flags
     splits_special_tokens: bool  # special tokens in a prompt are ordinary text
 
@@ -136,14 +143,15 @@ class NamedTokens(NamedTuple):
         settings = read_json(folder / "tokenizer_config.json", missing={})
         special: dict[str, Any] = {}
         older: dict[str, int] = {}
-        if settings.get("added_tokens_decoder") is None:
+        decoder = settings.get("added_tokens_decoder")
+        if decoder is None:
             special = read_json(folder / "special_tokens_map.json", missing={})
             special = {name: {**t, "special": True} if isinstance(t, dict) else t for name, t in special.items()}
             older = read_json(folder / "added_tokens.json", missing={})
         try:
             named, extra = _named_and_extra(settings, special)
-            listed = {int(token_id): t for token_id, t in (settings.get("added_tokens_decoder") or {}).items()}
-            for token in [*filter(None, named.values()), *extra, *listed.values()]:
+            listed = None if decoder is None else {int(token_id): token for token_id, token in decoder.items()}
+            for token in [*filter(None, named.values()), *extra, *(listed or {}).values()]:
                 _text(token)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: tokenizer_config.json or special_tokens_map.json: {error}") from None
@@ -160,8 +168,9 @@ class NamedTokens(NamedTuple):
         if tokenizer.padding is not None:
             named = _in_order({"pad_token": tokenizer.padding["pad_token"]} | named)
         named = {name: token for name, token in named.items() if token is not None}
-        listed = {token_id: _added({"special": False} | token) for token_id, token in self.listed.items()}
-        listed |= {token_id: older[text] for text, token_id in self.older.items() if token_id not in present}
+        listed = {token_id: _added({"special": False} | token) for token_id, token in (self.listed or {}).items()}
+        if self.listed is None:
+            listed = {token_id: older[text] for text, token_id in self.older.items()} | present
         new = [token for _, token in sorted(listed.items(), key=lambda each: each[0])]
         texts = {token.content for token in [*present.values(), *new]}
         given = [token for token in named.values() if _text(token) not in texts]
@@ -189,14 +198,29 @@ def _named_and_extra(settings: dict[str, Any], special: dict[str, Any]) -> tuple
     usual = {name: token for name, token in (defaults | settings | special).items() if name in NAMES}
     texts, flagged = _own(settings, str), _own(settings, dict)
     own = flagged | _own(special, (str, dict)) | texts  # the texts are added last
-    extra, more = settings.get("extra_special_tokens"), special.get("extra_special_tokens")
-    for each in (extra, more):
-        own |= each if isinstance(each, dict) else {}
-    if not extra or isinstance(extra, dict):
-        extra = settings.get("additional_special_tokens", extra)
-    lists = [each for each in (extra, more) if isinstance(each, list)]
-    lists = lists or [special.get("additional_special_tokens") or []]
-    return _in_order(usual | own), [token for each in lists for token in each]
+    named, extra = _extra(settings, special)
+    return _in_order(usual | own | named), extra
+
+
+EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"  # the second is the older name
+
+
+def _extra(settings: dict[str, Any], special: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Tokens beside the usual ones, with names of their own and without. A null counts where no key would not."""
+    named: dict[str, Any] = {}
+    found = {key: settings[key] for key in (EXTRA, ADDITIONAL) if key in settings}
+    if ADDITIONAL in found and not found.get(EXTRA):
+        found[EXTRA] = found.pop(ADDITIONAL)
+    for more in ({}, special):
+        if ADDITIONAL in more:
+            found[ADDITIONAL] = more[ADDITIONAL]
+        if isinstance(more.get(EXTRA), list):
+            found[EXTRA] = [*(found.get(EXTRA) or []), *more[EXTRA]]
+        elif EXTRA in more:
+            found[EXTRA] = more[EXTRA]
+        if isinstance(found.get(EXTRA), dict):
+            named |= found.pop(EXTRA)
+    return named, found.get(EXTRA, found.get(ADDITIONAL)) or []
 
 
 def _own(tokens: dict[str, Any], kind: type | tuple[type, ...]) -> dict[str, Any]:

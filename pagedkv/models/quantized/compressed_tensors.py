@@ -132,9 +132,12 @@ class CompressedTensors(Quantization):
         return not _is_named(name, self.ignored) and self._scheme(name) is not None
 
     def _scheme(self, name: str) -> Scheme | None:
-        """A name counts before the class."""
-        named = [each for each in self.schemes if _is_named(name, each.targets)]
-        return next(iter(named + [each for each in self.schemes if CLASS in each.targets]), None)
+        """As the library that wrote the file chose it: by a name, else the first pattern of the alphabet, else the
+        class."""
+        by_target = {target: each for each in self.schemes for target in each.targets}
+        named = [target for target in by_target if _is_named(name, (target,))]
+        first = min(named, key=lambda target: (target.startswith("re:"), target), default=CLASS)
+        return by_target.get(first)
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         scheme, shape = self._scheme(name), (num_rows, in_features)

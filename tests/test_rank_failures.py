@@ -22,6 +22,7 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
 from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.parallel.team import Team
 
 SECONDS = 10  # in which a failure is known everywhere
 SAYS = {
@@ -166,6 +167,23 @@ def test_while_idle(folder, monkeypatch, fault):
                 llm.health()
             assert SAYS[fault] in str(raised.value.__cause__)
         del llm, raised
+
+
+def test_close_waits_for_the_end_of_what_has_failed(folder, monkeypatch):
+    """Requests get the error first; then the engine's thread ends the processes, which may take long."""
+    close = Team.close
+
+    def slow(team):
+        time.sleep(0.5)
+        close(team)
+
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        monkeypatch.setattr(Team, "close", slow)
+        (process,) = children()
+        os.kill(process, signal.SIGKILL)
+        assert all(isinstance(output.error, RankError) for output in generate(llm, traffic(np.random.default_rng(1), 2)))
+    thread = llm._core._thread
+    assert not children() and thread is not None and not thread.is_alive()
 
 
 @pytest.mark.parametrize("kind, number, fault", [

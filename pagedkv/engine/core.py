@@ -99,7 +99,7 @@ class EngineCore(Holds):
         closed = self._ask(self._close)
         if closed is not None:
             closed.result()
-            self._join()
+        self._join()
 
     # --- for actions
 

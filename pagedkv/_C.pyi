@@ -401,8 +401,6 @@ def linear(
     weight_scales: _Tensor | None = None,
     weight_zeros: _Tensor | None = None,
     weight_block: tuple[int, int] | None = None,
-    norm: _Tensor | None = None,
-    normed: _Tensor | None = None,
     gate_up: _Tensor | None = None,
     rms_eps: float | None = None,
     x_squares: _Tensor | None = None,

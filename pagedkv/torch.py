@@ -7,8 +7,8 @@
 The functions here have the names, parameters, results and errors of those in pagedkv.ops, except that there is no
 `stream`: they take torch tensors and run on torch's current stream. Those that take a Communicator are not here: a
 schema can hold none. Each calls one of the operators `torch.ops.pagedkv.<name>`. The overload `.out` writes into the
-tensor given as `out`; `<name>_lse` also returns the log-sum-exp; `rms_norm_residual`, `linear_normed_gate_up`
-and their like write the arguments in their names. An operator's schema says what it writes in place, so a compiler
+tensor given as `out`; `<name>_lse` also returns the log-sum-exp; `rms_norm_residual`, `linear_gate_up` and
+`sample_counts` write the argument in their name. An operator's schema says what it writes in place, so a compiler
 orders it as it orders PyTorch's own. In code that is not compiled, the functions of pagedkv.ops do the same in less
 time.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,6 @@ class Operation:
     results: Fake | None = None  # makes the tensors it returns, given its arguments; None: `out` must be given
     outs: tuple[str, ...] = ("out",)  # parameters that take memory for the results
     writes: tuple[str, ...] = ()  # parameters that it changes in place
-    apart: Set[str] = frozenset()  # those of them that are never given together
     lse: Fake | None = None  # the results with return_lse=True
 
 
@@ -153,7 +152,7 @@ OPERATIONS = {
     "gather_rows": Operation(rows_of("x", "indices")),
     "rms_norm": Operation(like("x"), writes=("residual",)),
     "scale_columns": Operation(like("x")),
-    "linear": Operation(product, writes=("normed", "gate_up", "out_squares"), apart={"gate_up", "out_squares"}),
+    "linear": Operation(product, writes=("gate_up", "out_squares")),
     "route_experts": Operation(outs=(), writes=("out_experts", "out_weights")),
     "expert_linear": Operation(of_experts),
     "moe_mlp": Operation(like("x"), writes=("logits", "experts", "weights", "activation")),
@@ -179,7 +178,7 @@ class Variant:
     """One of the operators of an operation: what this one is given and others are not."""
 
     has_lse: bool  # return_lse=True
-    written: tuple[str, ...]  # of the parameters that are written in place and may be left out
+    optional: str | None  # a parameter that is written in place and may be left out
     is_into: bool  # memory for the results
 
 
@@ -188,8 +187,8 @@ def _parameters(name: str) -> list[inspect.Parameter]:
 
 
 def _optionals(name: str) -> list[str]:
-    """Parameters that the operation writes in place if they are given. PyTorch's compiler (2.13) fails on an operator
-    that may write an argument and does not, so each set of them has an operator."""
+    """Parameters that the operation writes in place if they are given, one of them at a time. PyTorch's compiler (2.13)
+    fails on an operator that may write an argument and does not, so each has an operator."""
     writes = OPERATIONS[name].writes
     return [each.name for each in _parameters(name) if each.name in writes and each.default is None]
 
@@ -216,7 +215,7 @@ def _schema(name: str, variant: Variant, num_results: int) -> str:
     others: list[str] = []
     for parameter in _parameters(name):
         is_optional = parameter.name in optionals
-        if parameter.name in ("return_lse", *operation.outs) or (is_optional and parameter.name not in variant.written):
+        if parameter.name in ("return_lse", *operation.outs) or (is_optional and parameter.name != variant.optional):
             continue
         mark = f"({next(marks)}!)" if parameter.name in operation.writes else ""
         has_default = parameter.default is not inspect.Parameter.empty and not is_optional
@@ -244,7 +243,7 @@ def _register(name: str, variant: Variant) -> Any:
     """Defines one operator and returns it."""
     operation, function = OPERATIONS[name], getattr(_C, name)
     results = operation.lse if variant.has_lse else operation.results
-    packet = name + ("_lse" if variant.has_lse else "") + "".join(f"_{each}" for each in variant.written)
+    packet = name + ("_lse" if variant.has_lse else "") + (f"_{variant.optional}" if variant.optional else "")
     operator = packet + (".out" if variant.is_into else "")
     num_outs, constants = len(operation.outs), {"return_lse": True} if variant.has_lse else {}
     num_results = variant.has_lse + (0 if variant.is_into else num_outs)
@@ -276,19 +275,19 @@ def _register(name: str, variant: Variant) -> Any:
 
 
 def _variants(name: str) -> list[Variant]:
-    operation, optionals, may = OPERATIONS[name], _optionals(name), (False, True)
-    sets = (itertools.combinations(optionals, count) for count in range(len(optionals) + 1))
-    written = [each for each in itertools.chain(*sets) if len(operation.apart & {*each}) < 2]
-    every = itertools.product(may if operation.lse else (False,), written, may if operation.outs else (False,))
+    operation, may = OPERATIONS[name], (False, True)
+    every = itertools.product(
+        may if operation.lse else (False,), (None, *_optionals(name)), may if operation.outs else (False,)
+    )
     variants = [Variant(*each) for each in every]
     return [each for each in variants if each.is_into or operation.results or not operation.outs]
 
 
 def _make(name: str) -> Callable[..., Any]:
     """The function of this module, over its operators; a compiler traces it."""
-    operators = {(each.has_lse, each.written, each.is_into): _register(name, each) for each in _variants(name)}
+    operators = {(each.has_lse, each.optional, each.is_into): _register(name, each) for each in _variants(name)}
     names, optionals = [each.name for each in _parameters(name)], _optionals(name)
-    parameter_outs, apart = OPERATIONS[name].outs, OPERATIONS[name].apart
+    parameter_outs = OPERATIONS[name].outs
     lists = [(i, each) for i, each in enumerate(names) if each in LISTS]
     scales = [each for each in SCALES if each in names]
 
@@ -302,15 +301,15 @@ def _make(name: str) -> Callable[..., Any]:
             if isinstance(options.get(each), (int, float)):
                 options[each + NUMBER] = options.pop(each)
         has_lse = bool(options.pop("return_lse", False))
-        written = tuple(each for each in optionals if options.get(each) is not None)
-        if len(apart & {*written}) > 1:
-            raise ValueError(" and ".join(sorted(apart)) + ": not together")
+        written = [each for each in optionals if options.get(each) is not None]
+        if len(written) > 1:
+            raise ValueError(f"{written[1]}: not with {written[0]}")
         for each in optionals:
             if each not in written:
                 options.pop(each, None)
         given = [options.pop(each, None) for each in parameter_outs]
         outs = [out for out in given if out is not None]
-        variant = has_lse, written, len(outs) > 0  # bool(outs) stops PyTorch 2.11
+        variant = has_lse, written[0] if written else None, len(outs) > 0  # bool(outs) stops PyTorch 2.11
         operator = operators.get(variant)
         if operator is None or len(outs) not in (0, len(parameter_outs)):
             raise TypeError(f"{name}: {' and '.join(parameter_outs)} must be given")

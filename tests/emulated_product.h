@@ -6,7 +6,6 @@
 
 #define PK_CUDA_MMA_H
 extern "C" float __expf(float x) noexcept { return std::exp(x); }
-float rsqrtf(float x) { return 1 / std::sqrt(x); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *its, const void *) { return *its = {}, cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }

@@ -120,7 +120,7 @@ def dequantised(a, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | N
 def draw_linear(d: Draw) -> dict:
     dtype, rows, outputs, width = d.dtype(), d.size(10), d.size(20), d.size(40)
     weight, width = draw_weight(d, outputs, width, dtype)
-    nothing = dict.fromkeys(("norm", "normed", "gate_up", "rms_eps", "x_squares", "out_squares", "bias") if d.everything else ())
+    nothing = dict.fromkeys(("gate_up", "rms_eps", "x_squares", "out_squares", "bias") if d.everything else ())
     x = d.floats((rows, width), dtype)
     a = {
         "x": place(d.rng, x, dtype, may_repeat=True, may_be_readonly=True),
@@ -128,12 +128,10 @@ def draw_linear(d: Draw) -> dict:
         **d.some(weight_is_constant=d.flag, quantize_x=d.flag, batch_invariant=d.flag),
         **d.stream(),
     }
-    if d.maybe(0.3):
-        a |= {"norm": d.tensor((width,), dtype), "normed": d.output((rows, width), dtype), "rms_eps": d.one_of(1e-6, 0.5)}
     if outputs % 2 == 0 and d.maybe(0.4):
         a |= {"gate_up": d.output((rows, outputs), dtype), **d.some(rms_eps=lambda: d.one_of(1e-6, 0.5))}
         a |= d.some(out=lambda: d.output((rows, outputs // 2), dtype), add_to_out=lambda: d.one_of(False, 0))
-        if "rms_eps" not in a or "norm" in a:
+        if "rms_eps" not in a:
             return nothing | a | d.some(bias=lambda: d.tensor((outputs,), dtype))
         if width:
             count = d.one_of(*divisors(width))
@@ -152,11 +150,8 @@ def draw_linear(d: Draw) -> dict:
 
 def expect_linear(a) -> dict:
     """The rounding of the product is felt behind the gate too; sums of K products have a size of about sqrt(K)."""
-    dtype, scale, x = a.x.dtype, 2 + a.x.shape[1] ** 0.5, numbers(a.x)
-    scratch = {name: Outcome(None, is_scratch=True) for name in ("normed", "gate_up") if getattr(a, name) is not None}
-    if a.norm is not None:
-        x = oracle.rms_norm(x, numbers(a.norm), float(a.rms_eps), dtype)[0]
-    product = oracle.linear(x, weight_of(a), numbers(a.bias))
+    dtype, scale = a.x.dtype, 2 + a.x.shape[1] ** 0.5
+    product = oracle.linear(numbers(a.x), weight_of(a), numbers(a.bias))
     if a.gate_up is None:
         out = product + (numbers(a.out) if a.add_to_out else 0)
         of_values = a.out is None or a.weight_scales is not None  # quantised ones may be rounded to x's dtype
@@ -166,10 +161,13 @@ def expect_linear(a) -> dict:
             sums = (out**2).reshape(rows, count, out.shape[1] // count).sum(2)
             tolerance = 8 * scale * oracle.tolerance(dtype) * (1 + sums.max(initial=0))
             expected["out_squares"] = Outcome(sums, tolerance, tolerance)
-        return expected | scratch
-    product = product if a.rms_eps is None or a.norm is not None else oracle.over_rms(product, numbers(a.x), float(a.rms_eps))
+        return expected
+    product = product if a.rms_eps is None else oracle.over_rms(product, numbers(a.x), float(a.rms_eps))
     tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(product).max(initial=0))
-    return {"out": Outcome(oracle.silu_and_mul(product, "float32"), tolerance, tolerance)} | scratch
+    return {
+        "out": Outcome(oracle.silu_and_mul(product, "float32"), tolerance, tolerance),
+        "gate_up": Outcome(None, is_scratch=True),
+    }
 
 
 def draw_algorithms(d: Draw) -> dict:

@@ -8,8 +8,7 @@
 bool pk_cuda_linear_fp8_applies(const pk_linear_args *, const pk_cuda_device *) { return false; }
 
 struct called_linear {
-    int num_rows, in_features, out_features, is_gated, adds_to_out, divides_by_rms, is_batch_invariant,
-        is_constant; /* in */
+    int num_rows, in_features, out_features, is_gated, adds_to_out, is_batch_invariant, is_constant; /* in */
     int x_stride, out_stride, stride, block_rows, block_columns, scales_stride, zeros_stride;
     int dtype, out_dtype, weight_dtype, scales_dtype, num_sms, compute_capability;
     int num_ctas, smem_bytes; /* out */
@@ -30,13 +29,13 @@ static cudaError_t run(const cudaLaunchConfig_t *config, const void *kernel, voi
 }
 
 extern "C" const char *linear_quantised_on_cpu(called_linear *its, const void *x, const void *data, const void *scales,
-                                               const uint8_t *zeros, const void *norm, const void *bias, void *out)
+                                               const uint8_t *zeros, const void *bias, void *out)
 {
     static pk_error error;
     pk_cuda_device device = emulated::device_of(its->num_sms, its->compute_capability);
     emulated::host_call on_host(&device, &error);
     pk_linear_args args = {};
-    args.x = {x, its->num_rows, its->x_stride, (pk_dtype)its->dtype, norm};
+    args.x = {x, its->num_rows, its->x_stride, (pk_dtype)its->dtype};
     pk_weight &weight = args.weight;
     weight.data = data, weight.scales = scales, weight.zeros = zeros;
     weight.out_features = its->out_features, weight.in_features = its->in_features, weight.stride = its->stride;
@@ -45,7 +44,6 @@ extern "C" const char *linear_quantised_on_cpu(called_linear *its, const void *x
     weight.dtype = (pk_dtype)its->weight_dtype, weight.scales_dtype = (pk_dtype)its->scales_dtype;
     weight.is_constant = its->is_constant, args.is_batch_invariant = its->is_batch_invariant;
     pk_epilogue &to = args.epilogue;
-    to.divides_by_rms = its->divides_by_rms, to.rms_eps = 0.25f;
     to.bias = bias, to.is_gated = its->is_gated, to.adds_to_out = its->adds_to_out;
     to.out = out, to.out_stride = its->out_stride, to.out_dtype = (pk_dtype)its->out_dtype;
     now = its, emulated_launch = run;

@@ -38,44 +38,18 @@ def test_random_shapes(cuda, rng, kind, dtype):
         np.testing.assert_allclose(gated, expected, atol=oracle.tolerance(dtype) * scale, rtol=0, err_msg=message)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "int4 24"])
-def test_norms_in_passing(cuda, rng, kind):
-    """What the kernel rounds is x times the norm's weight; more rows, and int4 in other groups, are normed before."""
-    for rows in ALL_ROWS:
-        size, outputs = 32 * int(10 ** rng.uniform(0, 2.2)), 2 * int(10 ** rng.uniform(0.5, 3))
-        weight = Weight(rng, kind, outputs, size)
-        x, norm = make_x(rng, rows, weight.size, "bfloat16"), oracle.rounded(rng.uniform(-2, 2, weight.size), "bfloat16")
-        x[:, :: int(rng.integers(1, 99))] *= 64
-        bias, before = oracle.rounded(rng.standard_normal(outputs), "bfloat16"), rng.standard_normal((rows, outputs)).astype(np.float32)
-        normed, out = pagedkv.empty(x.shape, "bfloat16", cuda), put(before, cuda, "float32")
-        ops.linear(put(x, cuda, "bfloat16"), **weight.given(cuda), norm=put(norm, cuda, "bfloat16"), normed=normed, rms_eps=0.5,
-                   bias=put(bias, cuda, "bfloat16"), add_to_out=True, out=out, weight_is_constant=bool(rng.integers(2)))  # fmt: skip
-        in_passing = kind in KINDS and rows <= 64
-        tolerance = limit(kind, "bfloat16") if in_passing else oracle.tolerance("bfloat16")
-        of_x = oracle.rounded(x * norm, "bfloat16") if in_passing else oracle.over_rms(x, x, 0.5) * norm
-        expected, size_of = oracle.linear(of_x, weight.values()), oracle.linear(np.abs(of_x), np.abs(weight.values()))
-        if in_passing:
-            expected, size_of = oracle.over_rms(expected, x, 0.5), oracle.over_rms(size_of, x, 0.5)
-        message = f"{rows} rows, {weight.size} inputs, {outputs} outputs"
-        np.testing.assert_allclose(get(out), before + expected + bias, atol=tolerance * size_of.max() + 1e-6, rtol=0, err_msg=message)
-
-
 @pytest.mark.parametrize("kind", ["float8 blocks", "int4 128", "int4 32"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_a_layer_whose_products_overlap(cuda, rng, rows, kind):
     """Each product reads what the one before writes, and its weight is constant: the bits are those of calls one by one."""
     sizes = 4096, 4096, 8192, 4096
     layers = [Weight(rng, kind, outputs, 4096).given(cuda) for outputs in sizes]
-    norm = put(oracle.rounded(rng.uniform(-2, 2, 4096), "bfloat16"), cuda, "bfloat16")
-    normed = pagedkv.empty((rows, 4096), "bfloat16", cuda)
     x, memory = put(make_x(rng, rows, 4096, "bfloat16"), cuda, "bfloat16"), [pagedkv.empty((rows, n), "bfloat16", cuda) for n in sizes]
     outs = [*memory[:2], pagedkv.empty((rows, 4096), "bfloat16", cuda), memory[3]]
 
     def run():
         for i, (weight, given, out) in enumerate(zip(layers, [x, *outs], outs)):
-            options = {"norm": norm, "normed": normed, "rms_eps": 1e-6} if i in (0, 2) else {}
-            options |= {"gate_up": memory[i]} if i == 2 else {}
-            ops.linear(given, **weight, **options, out=out, weight_is_constant=True)
+            ops.linear(given, **weight, gate_up=memory[i] if i == 2 else None, out=out, weight_is_constant=True)
             yield out
 
     one_by_one = [get(out) for out in run()]  # which waits for each

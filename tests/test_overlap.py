@@ -102,8 +102,6 @@ TABLE: list[tuple[Callable, dict, set, set]] = [
      {"gate_up", "out"}, set()),
     (partial(ops.linear, rms_eps=1e-6), dict(x=ones(T, 8), weight=ones(8, 8), gate_up=ones(T, 8), x_squares=ones(T, 1),
                                              out=ones(T, 4)), {"gate_up", "out"}, set()),
-    (partial(ops.linear, rms_eps=1e-6), dict(x=ones(T, 8), weight=ones(8, 8), norm=ones(8), normed=ones(T, 8), out=ones(T, 8)),
-     {"normed", "out"}, set()),
     (partial(ops.linear, add_to_out=True), dict(x=ones(T, D), weight=ones(8, D), bias=ones(8), out=ones(T, 8),
                                                     out_squares=ones(T, 1)), {"out", "out_squares"}, set()),
     (ops.linear, dict(x=ones(T, 8), weight=np.ones((8, 4), U8), weight_scales=ones(8, 1), weight_zeros=np.ones((8, 1), U8), out=ones(T, 8)),

@@ -127,25 +127,6 @@ def test_gate_behind(rng, device, behind, shape, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["float8 blocks", "float8 odd blocks", "int4 128"])
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("shape", [(0, 64, 6), (1, 1024, 96), (3, 260, 130), (9, 520, 66), (70, 264, 128), (130, 520, 34)], ids=str)
-def test_norm_first(rng, device, shape, is_gated, kind, dtype):
-    rows, size, outputs = shape
-    weight = Weight(rng, kind, outputs, size)
-    x, norm = 8 * make_x(rng, rows, weight.size, dtype), oracle.rounded(rng.uniform(-2, 2, weight.size), dtype)
-    bias = oracle.rounded(rng.standard_normal(outputs), dtype)
-    expected = oracle.linear(oracle.rms_norm(x, norm, 1e-5, dtype)[0], weight.values(), bias)
-    tolerance = 6 * oracle.tolerance(dtype)
-    options = {"norm": put(norm, device, dtype), "normed": put(np.full(x.shape, np.nan), device, dtype), "rms_eps": 1e-5}
-    if is_gated:
-        expected = oracle.silu_and_mul(oracle.rounded(expected, dtype), dtype)
-        options |= {"gate_up": put(np.full((rows, outputs), np.nan), device, dtype)}
-    out = ops.linear(put(x, device, dtype), **weight.given(device), bias=put(bias, device, dtype), weight_is_constant=True, **options)
-    np.testing.assert_allclose(get(out), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["float8 blocks", "int4 128 zeros"])
 @pytest.mark.parametrize("rows", [1, 4, 40, 130])
 def test_squares_of_what_is_stored(rng, device, rows, kind, dtype):

@@ -29,7 +29,6 @@ CALLS = {
     "silu_and_mul": lambda t: ops.silu_and_mul(t(0, 16)),
     "linear": lambda t: ops.linear(t(0, 8), t(16, 8)),
     "linear, gated": lambda t: ops.linear(t(0, 8), t(16, 8), gate_up=t(0, 16), rms_eps=1e-6),
-    "linear, normed": lambda t: ops.linear(t(0, 8), t(16, 8), norm=t(8), normed=t(0, 8), rms_eps=1e-6),
     "route_experts": lambda t: ops.route_experts(t(0, 5), out_experts=t(0, 2, dtype=np.int32), out_weights=t(0, 2)),
     "expert_linear": lambda t: ops.expert_linear(t(0, 8), t(5, 16, 8), t(0, 2, dtype=np.int32)),
     "expert_linear, summed": lambda t: ops.expert_linear(

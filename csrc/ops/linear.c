@@ -34,34 +34,6 @@ static pk_status multiply_and_gate(const pk_backend *backend, pk_device device, 
     return backend->silu_and_mul(device, &silu, stream, err);
 }
 
-/* Writes the normed rows, and makes them those of the product. */
-static pk_status norm_first(const pk_backend *backend, pk_device device, pk_linear_args *args, const pk_view *normed,
-                            pk_stream stream, pk_error *err)
-{
-    const pk_rms_norm_args norm = {
-        .x = args->x.data,
-        .weight = args->x.norm,
-        .out = normed->data,
-        .num_rows = args->x.num_rows,
-        .row_size = args->weight.in_features,
-        .x_stride = args->x.stride,
-        .out_stride = normed->stride[0],
-        .divides = true,
-        .eps = args->epilogue.rms_eps,
-        .dtype = args->x.dtype,
-    };
-    args->x.data = normed->data, args->x.stride = normed->stride[0];
-    args->x.norm = NULL, args->x.squares = NULL;
-    args->epilogue.divides_by_rms = false;
-    return backend->rms_norm(device, &norm, stream, err);
-}
-
-static bool fuses(const pk_backend *backend, pk_device device, const pk_linear_args *args)
-{
-    int64_t width;
-    return backend->linear_fuses && backend->linear_fuses(device, args, &width);
-}
-
 pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
 {
     const pk_view *x = call->x, *bias = call->bias, *gate_up = call->gate_up;
@@ -75,15 +47,7 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     if (bias) PK_EXPECT(&env, "bias", bias, "N", PK_SAME);
     if (rms_eps) {
         PK_TRY(pk_expect_eps("rms_eps", *rms_eps, err));
-        if (!call->norm && (!gate_up || bias))
-            return pk_fail(err, PK_EVALUE, "rms_eps: needs norm, or gate_up and no bias");
-    }
-    if (call->norm) {
-        if (!rms_eps || !call->normed) return pk_fail(err, PK_EVALUE, "norm: needs normed and rms_eps");
-        PK_EXPECT(&env, "norm", call->norm, "K", PK_SAME);
-        PK_EXPECT(&env, "normed", call->normed, "T K", PK_SAME | PK_WRITABLE);
-    } else if (call->normed) {
-        return pk_fail(err, PK_EVALUE, "normed: needs norm");
+        if (!gate_up || bias) return pk_fail(err, PK_EVALUE, "rms_eps: needs gate_up, and no bias");
     }
     if (gate_up) {
         PK_EXPECT(&env, "gate_up", gate_up, "T N", PK_SAME | PK_WRITABLE);
@@ -107,7 +71,6 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     PK_BACKEND_OP(env.device, linear, &backend, err);
     PK_EXPECT_OUTPUT(&env, "out", out, gate_up ? "T O" : "T N", x->dtype, gate_up ? PK_SAME : PK_SAME | PK_ACCEPT_F32);
     pk_linear_args args = pk_linear_args_of(x, &weight, &out->view);
-    args.x.norm = call->norm ? call->norm->data : NULL;
     args.epilogue.bias = bias ? bias->data : NULL;
     args.weight.is_constant = call->weight_is_constant;
     args.x.may_be_e4m3 = call->quantizes_x;
@@ -119,9 +82,8 @@ pk_status pk_linear(const pk_linear_call *call, pk_stream stream, pk_error *err)
     if (call->x_squares) args.x.squares = call->x_squares->data, args.x.num_squares = call->x_squares->shape[1];
     if (call->out_squares)
         args.epilogue.squares = call->out_squares->data, args.epilogue.num_squares = call->out_squares->shape[1];
-    if (call->norm && !fuses(backend, env.device, &args))
-        PK_TRY(norm_first(backend, env.device, &args, call->normed, stream, err));
-    if (gate_up && !fuses(backend, env.device, &args))
+    int64_t width;
+    if (gate_up && !(backend->linear_fuses && backend->linear_fuses(env.device, &args, &width)))
         return multiply_and_gate(backend, env.device, &args, gate_up, stream, err);
     return backend->linear(env.device, &args, stream, err);
 }

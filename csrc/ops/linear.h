@@ -16,7 +16,6 @@ typedef struct pk_rows {
     const void *data;         /* [num_rows, in_features] */
     int64_t num_rows, stride; /* elements from row to row */
     pk_dtype dtype;
-    const void *norm;     /* [in_features] of dtype: they are multiplied by it first, or NULL; with divides_by_rms */
     const float *squares; /* [num_rows, num_squares] or NULL, as the epilogue of another product left them */
     int64_t num_squares;
     bool may_be_e4m3;    /* they may be rounded to it where the weight is of e4m3 */
@@ -35,8 +34,7 @@ typedef struct pk_weight {
     const void *data;                          /* [out_features, in_features]; int4: [out_features, in_features / 2] */
     int64_t out_features, in_features, stride; /* the last in elements of data; int4: bytes */
     pk_dtype dtype;
-    bool
-        is_constant; /* nothing that is queued on the stream writes any of it, or of the rows' norm: it may be read early */
+    bool is_constant;   /* nothing that is queued on the stream writes any of it: it may be read early */
     const void *scales; /* [out_features / block_rows, in_features / block_columns], rounded up; NULL: not quantised */
     const uint8_t *zeros; /* the same of int4, or NULL */
     int64_t scales_stride, zeros_stride, block_rows, block_columns;
@@ -48,7 +46,7 @@ typedef struct pk_weight {
 
 /* What becomes of a row's sums, in this order. */
 typedef struct pk_epilogue {
-    bool divides_by_rms; /* by sqrt(mean(x^2) + rms_eps) of the row of x; only where is_gated, or with a norm */
+    bool divides_by_rms; /* by sqrt(mean(x^2) + rms_eps) of the row of x; only where is_gated */
     float rms_eps;
     const void *bias; /* [out_features] of x's dtype is added, or NULL */
     bool is_gated;    /* silu(first half of the outputs) * second half, [num_rows, out_features / 2] */
@@ -90,10 +88,9 @@ typedef struct pk_weight_call {
 typedef struct pk_linear_call {
     const pk_view *x;
     pk_weight_call weight;
-    const pk_view *bias;          /* optional, as are the next two */
-    const pk_view *gate_up;       /* silu_and_mul at the end; memory for what it takes where no kernel does both */
-    const pk_view *norm, *normed; /* rms_norm first, or NULL; memory for what it takes where no kernel does both */
-    const double *rms_eps;        /* of it; or gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
+    const pk_view *bias;    /* optional, as are the next two */
+    const pk_view *gate_up; /* silu_and_mul at the end; memory for what it takes where no kernel does both */
+    const double *rms_eps;  /* gate and up are divided by sqrt(mean(x^2) + rms_eps) first */
     const pk_view *x_squares, *out_squares; /* or NULL */
     bool adds_to_out, weight_is_constant, quantizes_x, is_batch_invariant;
     pk_output *out;

@@ -7,7 +7,7 @@
 #define CALL pk_linear_call
 const char py_linear_doc[] = PyDoc_STR(
     "linear($module, x, weight, bias=None, *, weight_scales=None, weight_zeros=None, weight_block=None, "
-    "norm=None, normed=None, gate_up=None, rms_eps=None, x_squares=None, out_squares=None, add_to_out=False, weight_is_constant=False, "
+    "gate_up=None, rms_eps=None, x_squares=None, out_squares=None, add_to_out=False, weight_is_constant=False, "
     "quantize_x=False, batch_invariant=False, out=None, stream=None)\n--\n\n"
     "out = x @ weight.T + bias, accumulated in float32.\n"
     "\n"
@@ -26,22 +26,19 @@ const char py_linear_doc[] = PyDoc_STR(
     "    weight_zeros: [out_features, in_features / group] uint8, of int4; None: 8 everywhere.\n"
     "    weight_block: (rows, columns) of the blocks; the last ones are cut where the weight ends. None, or -1 for one of\n"
     "        them: as many as divide the weight evenly into as many blocks as weight_scales has.\n"
-    "    norm: [in_features] of x's dtype: x is rms_norm(x, norm, rms_eps). Few rows of bfloat16 by a quantised weight on a\n"
-    "        GPU are normed in passing, and the squares of x are summed as it comes.\n"
-    "    normed: with norm, [num_rows, in_features] of x's dtype, memory for it. What it holds afterwards is undefined.\n"
     "    gate_up: [num_rows, out_features] of x's dtype, memory for the product, without a bias: the result is then\n"
     "        silu_and_mul(product). What gate_up holds afterwards is undefined: few rows on a GPU do not need it,\n"
     "        because one kernel does all of it.\n"
-    "    rms_eps: of norm. With gate_up and without norm, the rows of the product are divided by sqrt(mean(x^2) + rms_eps) of their row of x\n"
+    "    rms_eps: with gate_up, the rows of the product are divided by sqrt(mean(x^2) + rms_eps) of their row of x\n"
     "        first: the norm of a model whose weight is part of this one (see scale_columns). The product itself must\n"
     "        fit x's dtype.\n"
-    "    x_squares: with rms_eps, the out_squares [num_rows, any] of the call that made x, which may be read instead of x.\n"
-    "        More than 8 rows need them for one kernel to do all of it.\n"
+    "    x_squares: with rms_eps, the out_squares [num_rows, any] of the call that made x, which is read instead of x. More\n"
+    "        than 8 rows need them for one kernel to do all of it.\n"
     "    out_squares: [num_rows, count] float32, contiguous, takes sums of the squares of out_features / count neighbouring\n"
     "        outputs each, as they are stored; not with gate_up. See linear_squares.\n"
     "    add_to_out: True adds to a given out, before it is rounded.\n"
     "    weight_is_constant: True promises that nothing which is queued on the stream and not done yet writes the\n"
-    "        weights, or norm. Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the\n"
+    "        weights. Few rows on a Hopper GPU then fetch them while the kernel before still runs. The bits are the\n"
     "        same; a broken promise may read old weights.\n"
     "    quantize_x: True allows many rows to be rounded to float8 where the weight is float8, with a scale for each row,\n"
     "        or for each 128 neighbours of a row, as the weight has them: a Hopper GPU multiplies them twice as fast. The\n"
@@ -55,10 +52,10 @@ const char py_linear_doc[] = PyDoc_STR(
     "Returns:\n"
     "    out, [num_rows, out_features] of x's dtype (a given one may be float32); with gate_up [num_rows,\n"
     "        out_features / 2].\n" PY_DOC_RAISES);
-PY_OP(linear, P(FACTOR, x), P_WEIGHT, P(OPTIONAL, bias), P_WEIGHT_SCALES, P(OPTIONAL, norm),
-      P(OPTIONAL_WRITTEN, normed), P(OPTIONAL_WRITTEN, gate_up), P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares),
-      P(OPTIONAL_WRITTEN, out_squares), P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant),
-      P_AS(BOOL, quantize_x, quantizes_x), P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));
+PY_OP(linear, P(FACTOR, x), P_WEIGHT, P(OPTIONAL, bias), P_WEIGHT_SCALES, P(OPTIONAL_WRITTEN, gate_up),
+      P(OPTIONAL_DOUBLE, rms_eps), P(OPTIONAL, x_squares), P(OPTIONAL_WRITTEN, out_squares),
+      P_AS(BOOL, add_to_out, adds_to_out), P(BOOL, weight_is_constant), P_AS(BOOL, quantize_x, quantizes_x),
+      P_AS(BOOL, batch_invariant, is_batch_invariant), P(OUTPUT, out));
 
 #undef CALL
 #define CALL pk_linear_squares_call

@@ -1,9 +1,8 @@
 """The blocks of a decoder's layers. A block holds its weights and writes into buffers that the caller owns.
 
-A block begins with a norm, which is no call of its own: the first product takes it. Or it is folded into that product
-(see Linear.fold), and the reader of the product divides by the root mean square. With few tokens the reader finds the
-squares of x where the product that made x has left them. What every block has is in Block; a kind of MLP needs
-forward() besides.
+A block begins with a norm. It is no call of its own where it is folded into the first product (see Linear.fold): then
+the reader of that product divides by the root mean square. With few tokens it finds the squares of x where the product
+that made x has left them. What every block has is in Block; a kind of MLP needs forward() besides.
 """
 
 from __future__ import annotations
@@ -52,9 +51,11 @@ class Block(ABC):
     def squares_width(self, buffers: Buffers) -> int:
         """Of how many columns of buffers.residual the block leaves the sum of squares as one number; 0: of none."""
 
-    def norm_of_first(self, buffers: Buffers) -> dict[str, Any]:
-        """What the first product takes of a norm that is not folded."""
-        return {} if self.norm is None else {"norm": self.norm, "normed": buffers.normed, "rms_eps": self.eps}
+    def normed(self, buffers: Buffers) -> Tensor:
+        """What the first product multiplies."""
+        if self.norm is None:
+            return buffers.residual
+        return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
 
 def add_to_residual(linear: Linear, x: Tensor, buffers: Buffers, squares: Tensor | None) -> None:
@@ -108,8 +109,9 @@ class Attention(Block):
     ) -> None:
         """buffers.attention = the heads of attention(norm(buffers.residual)); writes the tokens' KV into the caches.
         squares: of buffers.residual, where a product has left them."""
-        norm = self.norm_of_first(buffers)
-        self.qkv.product(buffers.residual, **norm, adapter_slots=buffers.adapter_slots, out=buffers.qkv)
+        is_folded = self.norm is None
+        x = self.normed(buffers)
+        self.qkv.product(x, adapter_slots=buffers.adapter_slots, out=buffers.qkv)
         ops.qkv_attention_fwd(
             buffers.qkv,
             self.q_norm,
@@ -121,8 +123,8 @@ class Attention(Block):
             batch.slot_mapping,
             batch.block_tables,
             batch.context_lens,
-            rms_of=None if norm else buffers.residual,
-            rms_squares=None if norm else squares,
+            rms_of=x if is_folded else None,
+            rms_squares=squares if is_folded else None,
             eps=self.eps,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
@@ -177,10 +179,14 @@ class GatedMLP(MLP):
         return {"gate_up": 2 * config.intermediate_size, "activation": config.intermediate_size}
 
     def forward(self, buffers: Buffers, squares: Tensor | None) -> None:
-        norm = self.norm_of_first(buffers) or {"rms_eps": self.eps, "x_squares": squares}
-        slots = buffers.adapter_slots
+        is_folded = self.norm is None
         self.gate_up.product(
-            buffers.residual, **norm, gate_up=buffers.gate_up, adapter_slots=slots, out=buffers.activation
+            self.normed(buffers),
+            gate_up=buffers.gate_up,
+            rms_eps=self.eps if is_folded else None,
+            x_squares=squares if is_folded else None,
+            adapter_slots=buffers.adapter_slots,
+            out=buffers.activation,
         )
         add_to_residual(self.down, buffers.activation, buffers, squares)
 
@@ -228,11 +234,6 @@ class Experts(MLP):
     @property
     def is_quantised(self) -> bool:
         return any(each.is_quantised for each in (*self.router.weights, self.gate_up.weight, self.down.weight))
-
-    def normed(self, buffers: Buffers) -> Tensor:
-        """What several products multiply."""
-        assert self.norm is not None, "it is not folded into several"
-        return ops.rms_norm(buffers.residual, self.norm, self.eps, out=buffers.normed)
 
     def forward_plain(self, buffers: Buffers, out: Tensor, add_to_out: bool) -> None:
         x = self.normed(buffers)

@@ -55,7 +55,7 @@ class Linear:
 
     def fold(self, norm: Tensor) -> Tensor | None:
         """Multiplies a norm's weight into this one, in place unless it lies in a file's memory. Returns the norm that
-        the product must still be given, or None: the reader of the product divides by the root mean square."""
+        must still run before the product, or None: the reader of the product divides by the root mean square."""
         if not self.can_fold:
             return norm
         data = self.weights[0].data
@@ -67,8 +67,6 @@ class Linear:
         self,
         x: Tensor,
         *,
-        norm: Tensor | None = None,
-        normed: Tensor | None = None,
         gate_up: Tensor | None = None,
         rms_eps: float | None = None,
         x_squares: Tensor | None = None,
@@ -79,12 +77,9 @@ class Linear:
     ) -> Tensor:
         """See ops.linear. adapter_slots: of the rows of x; None: none has an adapter."""
         assert self.comm is None or not add_to_out, "all ranks would add what is added once: layers.add_to_residual"
-        slots = adapter_slots if self.lora else None
-        if norm is not None and rms_eps is not None and (slots is not None or len(self.weights) > 1):  # x is read again
-            x, norm, normed, rms_eps = ops.rms_norm(x, norm, rms_eps, out=normed), None, None, None
-        if slots is not None:
+        if adapter_slots is not None and self.lora:
             assert rms_eps is None and out_squares is None  # see can_fold
-            return self._adapted(x, slots, gate_up, add_to_out, out)
+            return self._adapted(x, adapter_slots, gate_up, add_to_out, out)
         if len(self.weights) > 1:
             assert rms_eps is None and out_squares is None  # see can_fold and squares_width
             return self._products(x, gate_up, add_to_out, out)
@@ -92,8 +87,6 @@ class Linear:
             x,
             self.weights[0],
             self.bias,
-            norm=norm,
-            normed=normed,
             gate_up=gate_up,
             rms_eps=rms_eps,
             x_squares=x_squares,

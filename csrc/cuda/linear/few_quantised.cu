@@ -12,9 +12,7 @@ bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *args, const pk_c
     const int unit = is_int4 ? 32 : QUANTISED_GROUP; /* inputs whose sums are apart */
     if (weight.stride % 16 || weight.in_features % (is_int4 ? 32 : 16)) return false;
     if (weight.block_columns % unit && weight.block_columns < weight.in_features) return false;
-    if (args->epilogue.divides_by_rms && args->x.dtype != PK_BF16) return false;
-    if (args->x.norm && !pk_are_multiples(16, args->x.norm)) return false;
-    if (weight.stride * weight.out_features > INT32_MAX) return false;
+    if (args->epilogue.divides_by_rms || weight.stride * weight.out_features > INT32_MAX) return false;
     return weight.scales_stride * weight.out_features < 1 << 30 &&
            (!weight.zeros || weight.zeros_stride * weight.out_features < 1 << 30);
 }

@@ -44,23 +44,6 @@ struct quantised_x {
     float factors[SETS][EIGHTS][2];
 };
 
-/* The sum of the squares of 8 inputs; their products with as many of a norm's weight. */
-template <typename T>
-__device__ static __forceinline__ float sum_of_squares(const uint4 &x)
-{
-    float sum = 0;
-    for (int i = 0; i < 4; i++) {
-        const float2 two = pk_to_floats(((const typename pk_packed<T>::word *)&x)[i]);
-        sum += two.x * two.x + two.y * two.y;
-    }
-    return sum;
-}
-__device__ static __forceinline__ void multiply_by_norm(uint4 &x, const uint4 &norm)
-{
-    using pair = __nv_bfloat162;
-    for (int i = 0; i < 4; i++) ((pair *)&x)[i] = __hmul2(((const pair *)&x)[i], ((const pair *)&norm)[i]);
-}
-
 /* The sums of one or two chains of instructions. */
 template <int CHAINS, int EIGHTS>
 __device__ static __forceinline__ const float (&add_chains(float (&sums)[CHAINS][EIGHTS][4]))[EIGHTS][4]
@@ -227,7 +210,7 @@ struct quantised_shape {
         SUMS = ROWS * PITCH;                                                        /* of a warp and block */
     static constexpr int UNIT = QUANTISED_BLOCK * Format::PITCH, RING_BYTES = QUANTISED_WARPS * DEPTH * UNIT;
 
-    static constexpr int smem_bytes(int blocks) { return RING_BYTES + QUANTISED_WARPS * (ROWS + blocks * SUMS) * 4; }
+    static constexpr int smem_bytes(int blocks) { return RING_BYTES + blocks * QUANTISED_WARPS * SUMS * 4; }
     static constexpr int most_blocks(const pk_cuda_card &card)
     {
         const int room = (228 / CTAS - 1) << 10, most = card.smem_per_cta < room ? card.smem_per_cta : room;

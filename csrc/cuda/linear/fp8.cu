@@ -161,7 +161,7 @@ static pk_status multiply_some(const pk_linear_args *args, const pk_cuda_call &c
                            at.num_rows};
     PK_TRY(make_fp8<T>(rows, is_by_rows, call));
     pk_linear_args product = *args;
-    product.x = {rows.out, at.num_rows, rows.size, PK_F8E4M3, nullptr, nullptr, 0, true, rows.scales};
+    product.x = {rows.out, at.num_rows, rows.size, PK_F8E4M3, nullptr, 0, true, rows.scales};
     if (at.num_rows == args->x.num_rows) return multiply(&product, call);
     product.epilogue = {
         .out = memory + at.product, .out_stride = args->weight.out_features, .out_dtype = args->epilogue.out_dtype};

@@ -192,7 +192,6 @@ bool pk_cuda_linear_fuses(pk_device device, const pk_linear_args *args, int64_t 
     pk_cuda_call call(device, nullptr, nullptr);
     *width = 0;
     if (call.status != PK_OK) return false;
-    if (args->x.norm && !args->weight.scales) return false; /* it costs less as a part of the weight */
     auto launch_own = own_kernel(args, call.device);
     if (!has_tiles(launch_own)) return launch_own;
     if (args->weight.out_features % LINEAR_SM90_TILE == 0) *width = LINEAR_SM90_TILE;

@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from pools import get, put
-from test_linear_quantised_on_cpu import KINDS
+from test_linear_quantised_on_cpu import KINDS, limit
 from test_weight import Weight, make_x
 
 import pagedkv
@@ -27,7 +27,7 @@ def test_random_shapes(cuda, rng, kind, dtype):
         ops.linear(put(x, cuda, dtype), **given, bias=put(bias, cuda, dtype), add_to_out=True, out=out, weight_is_constant=is_constant)
         size_of = oracle.linear(np.abs(x), np.abs(weight.values())).max()
         # others, and more rows, are multiplied by a weight that is rounded to the dtype
-        tolerance = 3e-6 if kind in KINDS and rows <= 64 else oracle.tolerance(dtype) / 4
+        tolerance = limit(kind, dtype) if kind in KINDS and rows <= 64 else oracle.tolerance(dtype) / 4
         expected = before + oracle.linear(x, weight.values(), bias)
         message = f"{rows} rows, {weight.size} inputs, {outputs} outputs"
         np.testing.assert_allclose(get(out), expected, atol=tolerance * size_of + 1e-6, rtol=0, err_msg=message)

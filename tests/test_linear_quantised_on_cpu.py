@@ -21,6 +21,11 @@ KINDS = ["float8 blocks", "float8 channels", "float8 tensor", "int4 128", "int4 
 SHAPES = [(1, 128, 8, 3), (2, 4224, 26, 3), (1, 2176, 420, 1), (3, 1152, 40, 3), (8, 384, 230, 1), (13, 640, 130, 1), (30, 288, 90, 1), (49, 1280, 20, 1)]
 
 
+def limit(kind: str, dtype: str) -> float:
+    """Of an error, of |x| |weight|. int4 is 128 + n in bfloat16, and sums lose places below that."""
+    return 1e-5 if kind.startswith("int4") and dtype == "bfloat16" else 3e-6
+
+
 @pytest.fixture(scope="module")
 def multiply(tmp_path_factory):
     folder, header = tmp_path_factory.mktemp("quantised"), Path("cuda/linear/few_quantised_kernel.h")
@@ -73,7 +78,7 @@ def test_products(multiply, rng, shape, kind, dtype):
     got, called = call(x, dtype, before=before, bias=bias, out_dtype="float32", sms=sms)
     assert called.num_ctas <= 2 * sms
     size_of = oracle.linear(np.abs(x), np.abs(call.weight.values())).max()
-    np.testing.assert_allclose(got, before + oracle.linear(x, call.weight.values(), bias), atol=3e-6 * size_of, rtol=1e-6)
+    np.testing.assert_allclose(got, before + oracle.linear(x, call.weight.values(), bias), atol=limit(kind, dtype) * size_of, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["float8 blocks", "float8 channels", "int4 128 zeros", "int4 64"])

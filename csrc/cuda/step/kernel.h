@@ -2,10 +2,11 @@
 #ifndef PK_CUDA_STEP_KERNEL_H
 #define PK_CUDA_STEP_KERNEL_H
 
-#include "cuda/step/attend.h"
-#include "cuda/step/send.h"
+#include "cuda/step/step.h"
 
 #ifdef PK_SM90A
+#include "cuda/step/attend.h"
+#include "cuda/step/send.h"
 
 /* What all warps need, and no more: the weights begin to come behind it. */
 template <bool IS_CLUSTER>
@@ -56,8 +57,8 @@ STEP_FN void step_consume(step_cta &cta)
     /* Two CTAs of clusters share the registers of an SM: 96 each. Nothing may be spilled. */
     constexpr int HOLD = !IS_CLUSTER ? 6 : ROWS == 1 && GROUP <= 2 ? 4 : 3;
     constexpr int QKV_BLOCKS = (GROUP + 2) * STEP_OCTETS / 2;
-    step_letters<IS_CLUSTER> letters(cta);
-    step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier(cta, letters);
+    step_letters<IS_CLUSTER> letters{cta};
+    step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier{cta, letters};
     step_attention<IS_CLUSTER, ROWS, GROUP, CACHE> attention(cta, letters);
     step_read_rows<ROWS>(cta);
     /* One place in the code for products of a kind: the CTA's instructions should stay in their cache. */
@@ -86,31 +87,17 @@ STEP_FN void step_run(const pk_step_params &params, uint8_t *smem, int team, int
         step_consume<IS_CLUSTER, ROWS, GROUP, CACHE>(cta); /* sends after all have sent to it */
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_COPIER) {
-        step_copier(cta).run();
+        step_copier{cta}.run();
         __syncwarp();
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_SENDER) {
         if (IS_CLUSTER) sm90::cluster_wait();
         step_sender<IS_CLUSTER, ROWS, GROUP>(cta).run();
     } else if constexpr (!IS_CLUSTER) {
-        step_fetcher(cta).run();
+        step_fetcher{cta}.run();
     }
     if (IS_CLUSTER) sm90::cluster_sync(); /* nobody's shared memory ends before what is sent to it is there */
 }
 
 #endif  // PK_SM90A
-
-#ifdef __CUDACC__
-template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE = __nv_bfloat16>
-__global__ void __launch_bounds__(step_threads(IS_CLUSTER), IS_CLUSTER ? 2 : 1)
-    decode_step_kernel(const __grid_constant__ pk_step_params params)
-{
-#ifdef PK_SM90A
-    extern __shared__ __align__(1024) uint8_t smem[];
-    const int rank = IS_CLUSTER ? (int)step_cluster_rank() : (int)blockIdx.x % STEP_RANKS;
-    step_run<IS_CLUSTER, ROWS, GROUP, CACHE>(params, smem, blockIdx.x / STEP_RANKS, rank);
-#endif
-}
-#endif
-
 #endif

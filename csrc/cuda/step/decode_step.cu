@@ -8,18 +8,7 @@
 
 static_assert((int)STEP_LAYERS == PK_DECODE_LAYERS, "the operation says so");
 
-// --- the kernel, and its instances
-
-template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE = __nv_bfloat16>
-__global__ void __launch_bounds__(step_threads(IS_CLUSTER), IS_CLUSTER ? 2 : 1)
-    decode_step_kernel(const __grid_constant__ pk_step_params params)
-{
-#ifdef PK_SM90A
-    extern __shared__ __align__(1024) uint8_t smem[];
-    const int rank = IS_CLUSTER ? (int)sm90::cluster_rank() : (int)blockIdx.x % STEP_RANKS;
-    step_run<IS_CLUSTER, ROWS, GROUP, CACHE>(params, smem, blockIdx.x / STEP_RANKS, rank);
-#endif
-}
+// --- instances
 
 using step_kernel = void(pk_step_params);
 

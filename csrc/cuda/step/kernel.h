@@ -12,8 +12,7 @@
 template <bool IS_CLUSTER>
 STEP_FN void step_begin(const step_cta &cta)
 {
-    const pk_step_params &params = cta.params;
-    const int num_stages = params.num_stages, thread = threadIdx.x;
+    const int num_stages = cta.params.num_stages, thread = threadIdx.x;
     if (thread < 2 * num_stages)
         sm90::barrier_init(cta.barriers() + thread * 8, thread < num_stages ? 1 : STEP_CONSUMERS);
     else if (thread < 2 * num_stages + STEP_MAILS) {
@@ -22,9 +21,9 @@ STEP_FN void step_begin(const step_cta &cta)
         if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), cta.at.mails[kind].count() * 4);
     }
     sm90::barrier_init_fence();
-    const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;
+    const int table_words = cta.args.num_layers * (int)sizeof(pk_step_layer) / 8;
     for (int i = thread; i < table_words; i += step_threads(IS_CLUSTER))
-        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)params.layers)[i];
+        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)cta.params.layers)[i];
     __syncthreads();
     if (IS_CLUSTER) sm90::cluster_arrive(); /* whoever sends waits for the others' barriers */
 }
@@ -100,4 +99,18 @@ STEP_FN void step_run(const pk_step_params &params, uint8_t *smem, int team, int
 }
 
 #endif  // PK_SM90A
+
+#ifdef __CUDACC__
+template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE = __nv_bfloat16>
+__global__ void __launch_bounds__(step_threads(IS_CLUSTER), IS_CLUSTER ? 2 : 1)
+    decode_step_kernel(const __grid_constant__ pk_step_params params)
+{
+#ifdef PK_SM90A
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const int rank = IS_CLUSTER ? (int)sm90::cluster_rank() : (int)blockIdx.x % STEP_RANKS;
+    step_run<IS_CLUSTER, ROWS, GROUP, CACHE>(params, smem, blockIdx.x / STEP_RANKS, rank);
+#endif
+}
+#endif
+
 #endif

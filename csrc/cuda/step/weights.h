@@ -174,8 +174,6 @@ struct step_ring {
     }
 };
 
-// --- products
-
 /* ROWS: of x; HOLD: wide chunks that a consumer keeps in registers; of narrow ones up to 4. */
 template <bool IS_CLUSTER, int ROWS, int HOLD>
 struct step_multiplier {

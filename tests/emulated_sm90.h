@@ -1,4 +1,4 @@
-/* emulated_sm90.h - some CTAs of a Hopper's kernel on the CPU, all at once: emulated_gpu.h, and what sm90.h and mma.h have.
+/* emulated_sm90.h - some CTAs of a Hopper's kernel on the CPU, all at once: emulated_gpu.h, and what sm90.h, wgmma.h and mma.h have.
  *
  * What is asynchronous is late: a copy of the engine, or of many threads, lands at some time after it was started, and a product
  * reads its operands when it is waited for. So a stage that is used too early or given away too early shows. Include it before
@@ -19,6 +19,7 @@
 
 #define PK_SM90A 1
 #define PK_SM90_H
+#define PK_WGMMA_H
 
 // --- CTAs
 

@@ -132,6 +132,7 @@ size_t __cvta_generic_to_shared(const void *pointer) { return (size_t)pointer; }
 #include "cuda/sm90.h"
 
 #define PK_SM90A
+#define PK_CUDA_MMA_H
 #define PK_CUDA_STEP_PTX_H
 
 namespace sm90
@@ -162,7 +163,37 @@ static void named_arrive(int id, int threads) { emulated::arrive(id, threads); }
 static void cluster_arrive() { emulated::cluster_arrive(); }
 static void cluster_wait() { emulated::cluster_wait(); }
 static void cluster_sync() { cluster_arrive(), cluster_wait(); }
+static void send_word(int rank, uint32_t to, uint32_t barrier, uint32_t word)
+{
+    const uint32_t other = (rank - emulated::cta() % STEP_RANKS) * emulated::smem_bytes;
+    emulated::write_later(50, barrier + other, 4, [=] { *(uint32_t *)(uintptr_t)(to + other) = word; });
+}
+static bool barrier_is_over(uint32_t barrier, uint32_t parity)
+{
+    if (emulated::at(barrier).phase != parity) return true;
+    emulated::let_writes_run(), emulated::let_others_run();
+    return emulated::at(barrier).phase != parity;
+}
+/* Pieces of 64 inputs one after another, in each its rows of 128 bytes, which are swizzled. */
+static void copy_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int, uint32_t row, uint32_t column, uint64_t)
+{
+    const emulated::map its = *(const emulated::map *)map;
+    emulated::write_later(200, barrier, its.rows * its.columns * 128, [=] {
+        for (int c = 0; c < its.columns; c++)
+            for (int r = 0; r < its.rows; r++)
+                for (int i = 0; i < 8; i++)
+                    std::memcpy((void *)(uintptr_t)(to + (c * its.rows + r) * 128 + ((i ^ r % 8) << 4)),
+                                its.base + (int64_t)(row + r) * its.inputs * 2 + (column + c) * 128 + i * 16, 16);
+    });
+}
 }  // namespace sm90
+
+static void ldmatrix_x4(uint32_t (&to)[4], uint32_t from)
+{
+    const int lane = emulated::current % 32;
+    const uint64_t *rows = emulated::exchange((uint64_t)from);
+    for (int i = 0; i < 4; i++) to[i] = *(uint32_t *)(uintptr_t)(rows[i * 8 + lane / 4] + lane % 4 * 4);
+}
 
 /* c += a b of m16n8k16. */
 static void step_multiply(float (&c)[4], const uint32_t (&a)[4], uint2 b)
@@ -212,39 +243,10 @@ static T step_fresh(T x)
 {
     return x;
 }
-static float step_exp2(float x) { return std::exp2(x); }
-static void step_send(int rank, uint32_t to, uint32_t barrier, uint32_t word)
-{
-    const uint32_t other = (rank - emulated::cta() % STEP_RANKS) * emulated::smem_bytes;
-    emulated::write_later(50, barrier + other, 4, [=] { *(uint32_t *)(uintptr_t)(to + other) = word; });
-}
-static bool step_is_over(uint32_t barrier, uint32_t parity)
-{
-    if (emulated::at(barrier).phase != parity) return true;
-    emulated::let_writes_run(), emulated::let_others_run();
-    return emulated::at(barrier).phase != parity;
-}
-static void step_load_matrices(uint32_t (&to)[4], uint32_t from)
-{
-    const int lane = emulated::current % 32;
-    const uint64_t *rows = emulated::exchange((uint64_t)from);
-    for (int i = 0; i < 4; i++) to[i] = *(uint32_t *)(uintptr_t)(rows[i * 8 + lane / 4] + lane % 4 * 4);
-}
-/* Pieces of 64 inputs one after another, in each its rows of 128 bytes, which are swizzled. */
-static void step_copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, uint32_t row, uint32_t column,
-                          uint64_t)
-{
-    const emulated::map its = *(const emulated::map *)map;
-    emulated::write_later(200, barrier, its.rows * its.columns * 128, [=] {
-        for (int c = 0; c < its.columns; c++)
-            for (int r = 0; r < its.rows; r++)
-                for (int i = 0; i < 8; i++)
-                    std::memcpy((void *)(uintptr_t)(to + (c * its.rows + r) * 128 + ((i ^ r % 8) << 4)),
-                                its.base + (int64_t)(row + r) * its.inputs * 2 + (column + c) * 128 + i * 16, 16);
-    });
-}
 static uint64_t no_policy() { return 0; }
 #define evict_first_policy no_policy
+static float exact_exp2(float x) { return std::exp2(x); }
+#define exp2_fast exact_exp2
 #define pk_prefetch_to_l2(from) (void)(from)
 
 #include "cuda/step/kernel.h"

@@ -166,6 +166,13 @@ __device__ static inline float pk_from_ordered(uint32_t key)
     return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
 }
 
+__device__ static inline float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* The sum of the values of a warp's threads, the same bits in all of them. */
 __device__ static inline float pk_sum_over_warp(float value)
 {

@@ -3,7 +3,7 @@
 #ifndef PK_SM90_RING_H
 #define PK_SM90_RING_H
 
-#include "cuda/sm90.h"
+#include "cuda/wgmma.h"
 
 #ifdef PK_SM90A
 

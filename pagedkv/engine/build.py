@@ -7,17 +7,19 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from pagedkv import BlockManager, ops
 from pagedkv.checks import check_int
 from pagedkv.models import ITEM_BYTES
+from pagedkv.models.dummy import DummyCheckpoint
 from pagedkv.models.generation import read_generation
 from pagedkv.models.lora import LoraSize
 from pagedkv.models.registry import buffer_bytes, read_spec
 from pagedkv.models.spec import Spec
+from pagedkv.models.weights import Checkpoint
 
 from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
 from .core import EngineCore
@@ -89,19 +91,9 @@ def build(
                 each.on_all("warm_up")
                 each.reserve_one_kernel()
             memory.count("workspaces")
-        if num_blocks is None:
-            share = options.gpu_memory_utilization
-            num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
-        manager = BlockManager(
-            num_blocks,
-            options.block_size,
-            enable_prefix_caching=options.enable_prefix_caching,
-            eviction=options.eviction,
-            num_host_blocks=num_host_blocks,
-        )
-        runner.allocate(manager)
+        manager = _allocate_pool(runner, options, num_blocks, num_host_blocks, bytes_per_page)
         memory.count("pool")
-        guesser = _guesser(runner, num_blocks) if plan.max_guesses else None
+        guesser = _guesser(runner, manager.num_blocks) if plan.max_guesses else None
         if runner.draft is not None:
             memory.count("pool of the draft model")
         if device != "cpu":
@@ -120,16 +112,7 @@ def build(
         max_num_rows=plan.max_num_rows,
     )
 
-    @cache
-    def identity() -> dict[str, str]:
-        return {
-            "model": checkpoint.fingerprint(),
-            "config": spec.fingerprint(),
-            "dtype": dtype,
-            "kv_cache_dtype": kv_cache_dtype,
-            "block_size": str(options.block_size),
-        } | ({"batch_invariant": "True"} if options.batch_invariant else {})
-
+    identity = cache(partial(_identity, plan, checkpoint))
     return EngineCore(runner, scheduler, owner, guesser), adapters, memory.by_name, identity
 
 
@@ -150,6 +133,31 @@ def _plan(
         batch_invariant=options.batch_invariant,
         max_guesses=0 if speculation is None else speculation.num_speculative_tokens,
     )  # fmt: skip
+
+
+def _allocate_pool(
+    runner: ModelRunner, options: EngineOptions, num_blocks: int | None, num_host_blocks: int, bytes_per_page: int
+) -> BlockManager:
+    """num_blocks: None: as many pages as there is room for."""
+    if num_blocks is None:
+        share = options.gpu_memory_utilization
+        num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
+    manager = BlockManager(
+        num_blocks, options.block_size, enable_prefix_caching=options.enable_prefix_caching,
+        eviction=options.eviction, num_host_blocks=num_host_blocks,
+    )  # fmt: skip
+    runner.allocate(manager)
+    return manager
+
+
+def _identity(plan: RunnerPlan, checkpoint: Checkpoint | DummyCheckpoint) -> dict[str, str]:
+    return {
+        "model": checkpoint.fingerprint(),
+        "config": plan.spec.fingerprint(),
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_cache_dtype,
+        "block_size": str(plan.block_size),
+    } | ({"batch_invariant": "True"} if plan.batch_invariant else {})
 
 
 def _guesser(runner: ModelRunner, num_blocks: int) -> Speculation:

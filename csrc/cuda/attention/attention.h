@@ -178,11 +178,4 @@ __device__ static inline bool pk_arrive(unsigned int *arrivals, int count)
     return is_last;
 }
 
-__device__ static inline float exp2_fast(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 #endif

@@ -3,6 +3,7 @@
 #define PK_CUDA_EXPERTS_GROUPED_H
 
 #include "cuda/experts/grouped_shape.h"
+#include "cuda/wgmma.h"
 
 #ifdef PK_SM90A
 

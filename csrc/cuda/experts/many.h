@@ -4,6 +4,7 @@
 
 #include "cuda/experts/many_shape.h"
 #include "cuda/pack.h"
+#include "cuda/wgmma.h"
 
 #ifdef PK_SM90A
 

@@ -8,10 +8,8 @@
 #ifndef PK_CUDA_STEP_ATTEND_H
 #define PK_CUDA_STEP_ATTEND_H
 
-#include "cuda/step/product.h"
+#include "cuda/step/weights.h"
 #include "cuda/store.h"
-
-#ifdef PK_SM90A
 
 template <bool IS_CLUSTER, int ROWS, int GROUP, typename CACHE>
 struct step_attention {
@@ -24,8 +22,7 @@ struct step_attention {
 
     const step_cta &cta;
     step_letters<IS_CLUSTER> &letters;
-    int lane, row, first; /* of its group; of the batch; key: look() */
-    /* of a layer */
+    int lane, row, first;                      /* of its group; of the batch; key: look() */
     uint2 norm;                                /* of this warp's head, four dimensions a lane */
     uint32_t k[AHEAD][WORDS], v[AHEAD][WORDS]; /* as they lie in the cache */
     float most[GROUP], sum[GROUP], out[GROUP][DIMS];
@@ -121,11 +118,11 @@ struct step_attention {
                 own[j] = j < left ? score[j][h] * scale : LOWEST;
                 now = fmaxf(now, own[j]);
             }
-            const float fade = step_exp2(most[h] - now);
+            const float fade = exp2_fast(most[h] - now);
             most[h] = now, sum[h] *= fade;
             for (int i = 0; i < DIMS; i++) out[h][i] *= fade;
             for (int j = 0; j < AHEAD; j++) {
-                const float weight = j < left ? step_exp2(own[j] - now) : 0;
+                const float weight = j < left ? exp2_fast(own[j] - now) : 0;
                 sum[h] += weight;
                 for (int i = 0; i < PAIRS; i++) {
                     const float2 b = step_pair(v[j][i]);
@@ -141,7 +138,7 @@ struct step_attention {
         if constexpr (KEYS == 1) return 0;
         const bool is_high = cta.lane & LANES;
         for (int h = 0; h < GROUP; h++) {
-            const float top = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], LANES)), fade = step_exp2(most[h] - top);
+            const float top = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], LANES)), fade = exp2_fast(most[h] - top);
             most[h] = top, sum[h] *= fade;
             sum[h] += __shfl_xor_sync(~0u, sum[h], LANES);
             for (int i = 0; i < DIMS / 2; i++) {
@@ -181,7 +178,6 @@ struct step_attention {
     /* Heads of q to shared memory, and of the rows' own keys and values, which also go to the cache. */
     STEP_FN void make_heads()
     {
-        const pk_step_args &args = cta.args;
 #pragma unroll 1
         for (int i = cta.warp; i < ROWS * (GROUP + 2); i += STEP_CONSUMERS) {
             const int row = i / (GROUP + 2), head = i % (GROUP + 2);
@@ -190,8 +186,8 @@ struct step_attention {
             const uint8_t *from = cta.smem + cta.at.mails[MAIL_QKV].smem;
             uint2 bits = ((const uint2 *)from)[i * 32 + cta.lane];
             if (head <= GROUP) bits = turn(row, bits);
-            if (head == GROUP) store((CACHE *)cta.its().k_cache, args.k_scale, row, bits);
-            if (head > GROUP) store((CACHE *)cta.its().v_cache, args.v_scale, row, bits);
+            if (head == GROUP) store((CACHE *)cta.its().k_cache, cta.args.k_scale, row, bits);
+            if (head > GROUP) store((CACHE *)cta.its().v_cache, cta.args.v_scale, row, bits);
             *(uint2 *)(heads(row) + head * STEP_HEAD_DIM + cta.lane * 4) = bits;
         }
     }
@@ -291,7 +287,7 @@ struct step_attention {
             float top = LOWEST, total = 0, value = 0;
             for (int w = 0; w < WARPS; w++) top = fmaxf(top, most.at[w]);
             for (int w = 0; w < WARPS; w++) {
-                const float fade = step_exp2(most.at[w] - top);
+                const float fade = exp2_fast(most.at[w] - top);
                 total = fmaf(sums.at[w], fade, total), value = fmaf(parts[w * GROUP * STEP_HEAD_DIM], fade, value);
             }
             if (IS_FP8) value *= pk_scale_of(cta.args.v_scale, 0, cta.team);
@@ -305,5 +301,4 @@ struct step_attention {
     }
 };
 
-#endif  // PK_SM90A
 #endif

@@ -4,8 +4,6 @@
 
 #include "cuda/step/ptx.h"
 
-#ifdef PK_SM90A
-
 enum { STEP_CONSUMING = STEP_CONSUMERS * 32, STEP_MEETING = STEP_CONSUMING + 32 /* with the sender */ };
 enum { STEP_FULL = 1, STEP_EMPTY = 3, STEP_ATTENDING = 5 }; /* named barriers; the first two are pairs */
 
@@ -19,16 +17,16 @@ STEP_FN void step_meet() /* consumers */
 struct step_turns {
     uint32_t uses = 0;
     __device__ int turn() const { return uses & 1; }
-    __device__ void next() { uses++; }
     __device__ void wait(int pair) const
     {
         __syncwarp();
         sm90::named_sync(pair + turn(), STEP_MEETING);
     }
-    __device__ void arrive(int pair) const
+    __device__ void pass(int pair)
     {
         __syncwarp();
         sm90::named_arrive(pair + turn(), STEP_MEETING);
+        uses++;
     }
 };
 
@@ -91,7 +89,7 @@ STEP_FN void step_wait_near(const step_cta &cta, uint32_t barrier, uint32_t pari
 {
     enum : uint32_t { LIMIT_NS = 3500000000u }; /* step_now() tells four seconds apart */
     uint32_t *head = cta.params.words.head, since = 0;
-    for (int looks = 1; !step_is_over(barrier, parity); looks++) {
+    for (int looks = 1; !sm90::barrier_is_over(barrier, parity); looks++) {
         if (looks & 255) continue;
         const uint32_t now = step_now();
         if (since == 0) since = now | 1;
@@ -106,7 +104,6 @@ struct step_waiter {
     const pk_step_params &params;
     bool has_given_up = false;
 
-    __device__ step_waiter(const pk_step_params &params) : params(params) {}
     /* After each look in vain, by all lanes. */
     STEP_FN bool goes_on(uint32_t &looks, uint32_t &since, int what)
     {
@@ -169,7 +166,7 @@ struct step_post {
     {
         const step_mail &mail = cta.at.mails[kind];
         if constexpr (IS_CLUSTER)
-            step_send(rank, smem_address(cta.smem) + place(mail, line, i), cta.mail_barrier(kind), word);
+            sm90::send_word(rank, smem_address(cta.smem) + place(mail, line, i), cta.mail_barrier(kind), word);
         else
             step_store_word(area(kind) + rank * mail.count() + line * mail.words + i, word, epoch);
     }
@@ -191,7 +188,6 @@ struct step_letters {
     const step_cta &cta;
     uint32_t parities = 0;
 
-    __device__ step_letters(const step_cta &cta) : cta(cta) {}
     STEP_FN void wait(int kind)
     {
         /* Fetchers that have given up run ahead. */
@@ -210,10 +206,8 @@ struct step_letters {
 /* Where the team is no cluster: a warp that fetches its share of each kind, never nothing: or it would run ahead. */
 struct step_fetcher {
     step_cta &cta;
-    step_waiter waiter;
+    step_waiter waiter{cta.params};
     const int index = threadIdx.x / 32 - STEP_FETCHER;
-
-    __device__ step_fetcher(step_cta &cta) : cta(cta), waiter(cta.params) {}
 
     STEP_FN void fetch(int kind, uint32_t epoch)
     {
@@ -257,5 +251,4 @@ struct step_fetcher {
     }
 };
 
-#endif  // PK_SM90A
 #endif

@@ -35,13 +35,6 @@ static const pk_cuda_instance<step_kernel> INSTANCES_OF_STEP[] = {
 };
 const pk_cuda_kernel_table pk_cuda_decode_step_kernels = pk_cuda_table(INSTANCES_OF_STEP);
 
-/* The table's row; the step has been taken. */
-static int instance_of(const pk_step_args &args, bool in_clusters, bool is_fp8)
-{
-    const int group = args.q_heads / args.kv_heads;
-    return ((!in_clusters * 2 + (group == 4)) * 2 + is_fp8) * STEP_ROWS + args.num_rows - 1;
-}
-
 // --- what it is given
 
 /* Where all weights lie that copies read: one map for those with as many inputs. */
@@ -67,7 +60,7 @@ struct step_range {
     }
 };
 
-static pk_status read_sizes(const pk_decode_step_args &from, pk_step_args *to, pk_error *err)
+static pk_status read_args(const pk_decode_step_args &from, pk_step_args *to, pk_error *err)
 {
     const int64_t sizes[] = {from.hidden, from.ffn, from.q_heads, from.num_rows, from.block_size, from.num_blocks};
     for (int64_t size : sizes)
@@ -84,17 +77,13 @@ static pk_status read_sizes(const pk_decode_step_args &from, pk_step_args *to, p
     to->block_size = (int)from.block_size, to->num_blocks = (int)from.num_blocks, to->num_rows = (int)from.num_rows;
     to->eps = from.eps, to->softmax_scale = 0.08838834764831845f; /* 1 / sqrt(head_dim) */
     to->strides = from.k_strides, to->k_scale = from.k_scale, to->v_scale = from.v_scale;
-    return PK_OK;
-}
-
-static void read_arrays(const pk_decode_step_args &from, pk_step_args *to)
-{
     to->embedding = (const __nv_bfloat16 *)from.embedding, to->norm = (const __nv_bfloat16 *)from.norm;
     to->cos_sin = from.cos_sin, to->tokens = from.token_ids, to->positions = from.positions, to->slots = from.slots;
     to->context_lens = from.context_lens, to->block_tables = from.block_tables, to->table_stride = from.table_stride;
     to->sample.temperatures = from.temperatures, to->sample.seeds = from.seeds;
     to->sample.positions = from.next_positions, to->sample.out = from.sampled;
     to->sample.num_rows = from.num_rows, to->sample.vocab_size = from.vocab;
+    return PK_OK;
 }
 
 /* Layers, maps, and where weights are in these. */
@@ -169,12 +158,14 @@ pk_status pk_cuda_decode_step(const pk_decode_step_args *args, const pk_cuda_cal
     if (args->head_dim != STEP_HEAD_DIM)
         return pk_fail(call.err, PK_EVALUE, "k_caches: dim 3 is %lld but must be %d", (long long)args->head_dim,
                        STEP_HEAD_DIM);
-    PK_TRY(read_sizes(*args, &params.args, call.err));
+    PK_TRY(read_args(*args, &params.args, call.err));
     const int smem_bytes = pk_step_smem_limit(in_clusters, device.card);
     if (pk_step_refuses(params.args, smem_bytes, why)) return pk_fail(call.err, PK_EVALUE, "%s", why);
     pk_step_plan(&params, smem_bytes, args->words);
     const int num_teams = params.args.kv_heads;
-    step_kernel *kernel = INSTANCES_OF_STEP[instance_of(params.args, in_clusters, args->cache_dtype != PK_BF16)].launch;
+    const int group = params.args.q_heads / num_teams, is_fp8 = args->cache_dtype != PK_BF16;
+    const int instance = ((!in_clusters * 2 + (group == 4)) * 2 + is_fp8) * STEP_ROWS + params.args.num_rows - 1;
+    step_kernel *kernel = INSTANCES_OF_STEP[instance].launch;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension, attributes[1].val.clusterDim = {STEP_RANKS, 1, 1};
@@ -191,7 +182,6 @@ pk_status pk_cuda_decode_step(const pk_decode_step_args *args, const pk_cuda_cal
     if (args->num_words < needed)
         return pk_fail(call.err, PK_ESHAPE, "words: dim 0 is %lld but must be %lld: see decode_step_words",
                        (long long)args->num_words, (long long)needed);
-    read_arrays(*args, &params.args);
     PK_TRY(pk_cuda_load(call, "decode_step_kernel", (const void *)kernel));
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
     return error == cudaSuccess ? PK_OK : pk_cuda_fail(call.err, "decode_step_kernel", error);

@@ -2,17 +2,17 @@
 #ifndef PK_CUDA_STEP_KERNEL_H
 #define PK_CUDA_STEP_KERNEL_H
 
-#include "cuda/step/attend.h"
-#include "cuda/step/send.h"
+#include "cuda/step/step.h"
 
 #ifdef PK_SM90A
+#include "cuda/step/attend.h"
+#include "cuda/step/send.h"
 
 /* What all warps need, and no more: the weights begin to come behind it. */
 template <bool IS_CLUSTER>
 STEP_FN void step_begin(const step_cta &cta)
 {
-    const pk_step_params &params = cta.params;
-    const int num_stages = params.num_stages, thread = threadIdx.x;
+    const int num_stages = cta.params.num_stages, thread = threadIdx.x;
     if (thread < 2 * num_stages)
         sm90::barrier_init(cta.barriers() + thread * 8, thread < num_stages ? 1 : STEP_CONSUMERS);
     else if (thread < 2 * num_stages + STEP_MAILS) {
@@ -21,9 +21,9 @@ STEP_FN void step_begin(const step_cta &cta)
         if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), cta.at.mails[kind].count() * 4);
     }
     sm90::barrier_init_fence();
-    const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;
+    const int table_words = cta.args.num_layers * (int)sizeof(pk_step_layer) / 8;
     for (int i = thread; i < table_words; i += step_threads(IS_CLUSTER))
-        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)params.layers)[i];
+        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)cta.params.layers)[i];
     __syncthreads();
     if (IS_CLUSTER) sm90::cluster_arrive(); /* whoever sends waits for the others' barriers */
 }
@@ -56,8 +56,8 @@ STEP_FN void step_consume(step_cta &cta)
     /* Two CTAs of clusters share the registers of an SM: 96 each. Nothing may be spilled. */
     constexpr int HOLD = !IS_CLUSTER ? 6 : ROWS == 1 && GROUP <= 2 ? 4 : 3;
     constexpr int QKV_BLOCKS = (GROUP + 2) * STEP_OCTETS / 2;
-    step_letters<IS_CLUSTER> letters(cta);
-    step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier(cta, letters);
+    step_letters<IS_CLUSTER> letters{cta};
+    step_multiplier<IS_CLUSTER, ROWS, HOLD> multiplier{cta, letters};
     step_attention<IS_CLUSTER, ROWS, GROUP, CACHE> attention(cta, letters);
     step_read_rows<ROWS>(cta);
     /* One place in the code for products of a kind: the CTA's instructions should stay in their cache. */
@@ -86,14 +86,14 @@ STEP_FN void step_run(const pk_step_params &params, uint8_t *smem, int team, int
         step_consume<IS_CLUSTER, ROWS, GROUP, CACHE>(cta); /* sends after all have sent to it */
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_COPIER) {
-        step_copier(cta).run();
+        step_copier{cta}.run();
         __syncwarp();
         if (IS_CLUSTER) sm90::cluster_wait();
     } else if (cta.warp == STEP_SENDER) {
         if (IS_CLUSTER) sm90::cluster_wait();
         step_sender<IS_CLUSTER, ROWS, GROUP>(cta).run();
     } else if constexpr (!IS_CLUSTER) {
-        step_fetcher(cta).run();
+        step_fetcher{cta}.run();
     }
     if (IS_CLUSTER) sm90::cluster_sync(); /* nobody's shared memory ends before what is sent to it is there */
 }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(step_threads(IS_CLUSTER), IS_CLUSTER ? 2 : 1)
 {
 #ifdef PK_SM90A
     extern __shared__ __align__(1024) uint8_t smem[];
-    const int rank = IS_CLUSTER ? (int)step_cluster_rank() : (int)blockIdx.x % STEP_RANKS;
+    const int rank = IS_CLUSTER ? (int)sm90::cluster_rank() : (int)blockIdx.x % STEP_RANKS;
     step_run<IS_CLUSTER, ROWS, GROUP, CACHE>(params, smem, blockIdx.x / STEP_RANKS, rank);
 #endif
 }

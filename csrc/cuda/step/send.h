@@ -6,8 +6,6 @@
 
 #include "cuda/step/cta.h"
 
-#ifdef PK_SM90A
-
 template <bool IS_CLUSTER, int ROWS, int GROUP>
 struct step_sender {
     step_cta &cta;
@@ -15,11 +13,10 @@ struct step_sender {
     step_waiter waiter;
     const step_post<IS_CLUSTER> post;
     step_turns turns;
-    float rms = 0; /* lane r: of row r */
-    static constexpr int AT_ONCE =
-        IS_CLUSTER ? 1 : 4; /* panels whose sums come in one trip; a cluster's have few registers */
+    float rms = 0;                                     /* lane r: of row r */
+    static constexpr int AT_ONCE = IS_CLUSTER ? 1 : 4; /* panels whose sums come in one trip, as registers allow */
 
-    __device__ step_sender(step_cta &cta) : cta(cta), letters(cta), waiter(cta.params), post{cta} {}
+    __device__ step_sender(step_cta &cta) : cta(cta), letters{cta}, waiter{cta.params}, post{cta} {}
 
     __device__ int size() const { return cta.args.hidden / STEP_RANKS; } /* of a rank's share of x */
     __device__ uint32_t *residual(int row) const
@@ -122,8 +119,7 @@ struct step_sender {
             for (int row = 0; row < ROWS; row++)
                 step_store_sums(place(half, row, cta.team) + panel * STEP_NARROW_ROWS + cta.lane * 2,
                                 total<false>(row, cta.lane * 2), epoch);
-            turns.arrive(STEP_EMPTY);
-            turns.next();
+            turns.pass(STEP_EMPTY);
         }
 #pragma unroll 1
         for (int row = 0; row < ROWS; row++) {
@@ -161,8 +157,7 @@ struct step_sender {
                 const float scale = __shfl_sync(~0u, rms, min(row, ROWS - 1));
                 if (row < ROWS) word(panel, row, i % WORDS, scale);
             }
-            turns.arrive(STEP_EMPTY);
-            turns.next();
+            turns.pass(STEP_EMPTY);
         }
     }
     STEP_FN void send_qkv()
@@ -176,24 +171,20 @@ struct step_sender {
                         cta.epoch());
         });
     }
-    STEP_FN void send_gated()
+    STEP_FN void send_gated() /* a block: eight gates and their ups */
     {
+        using T = __nv_bfloat16;
         const int blocks = cta.params.phases[STEP_GATE_UP].blocks;
-        auto word =
-            [&](int panel, int row, int i,
-                float scale) { /* a block: eight gates and their ups */
-                               const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
-                               if (i >= STEP_PANEL * 4 || block >= blocks) return;
-                               const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
-                               auto gated = [&](float gate, float up) {
-                                   using T = __nv_bfloat16;
-                                   return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) * pk_round<T>(up * scale);
-                               };
-                               post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
-                                           pk_pack_pair<__nv_bfloat16>(gated(gates.x, ups.x), gated(gates.y, ups.y)),
-                                           cta.epoch());
+        finish(STEP_GATE_UP, [&](int panel, int row, int i, float scale) {
+            const int block = panel * STEP_PANEL + i / 4, at = i / 4 * 16 + i % 4 * 2;
+            if (i >= STEP_PANEL * 4 || block >= blocks) return;
+            const float2 gates = total<true>(row, at), ups = total<true>(row, at + 8);
+            auto gated = [&](float gate, float up) {
+                return pk_round<T>(pk_silu<T>(pk_round<T>(gate * scale))) * pk_round<T>(up * scale);
             };
-        finish(STEP_GATE_UP, word);
+            post.to_all(MAIL_GATED, row, (cta.rank * blocks + block) * 4 + i % 4,
+                        pk_pack_pair<T>(gated(gates.x, ups.x), gated(gates.y, ups.y)), cta.epoch());
+        });
     }
 
     // --- attention: a rank's dimensions of each head, of what the ranks have of all keys
@@ -217,8 +208,8 @@ struct step_sender {
             for (int j = 0; j < STEP_RANKS / 4; j++) {
                 const float4 sums = *(const float4 *)(ends + STEP_PARTS + j * 4),
                              some = *(const float4 *)(values + j * 4);
-                const float4 fade = {step_exp2(most[j].x - top), step_exp2(most[j].y - top), step_exp2(most[j].z - top),
-                                     step_exp2(most[j].w - top)};
+                const float4 fade = {exp2_fast(most[j].x - top), exp2_fast(most[j].y - top), exp2_fast(most[j].z - top),
+                                     exp2_fast(most[j].w - top)};
                 total = fmaf(sums.x, fade.x, fmaf(sums.y, fade.y, fmaf(sums.z, fade.z, fmaf(sums.w, fade.w, total))));
                 value = fmaf(some.x, fade.x, fmaf(some.y, fade.y, fmaf(some.z, fade.z, fmaf(some.w, fade.w, value))));
             }
@@ -271,8 +262,7 @@ struct step_sender {
                 const float scale = __shfl_sync(~0u, rms, row);
                 if (at < num_tokens) draw(asked(row), best[row], token, total<true>(row, at), scale);
             }
-            turns.arrive(STEP_EMPTY);
-            turns.next();
+            turns.pass(STEP_EMPTY);
         }
         for (int row = 0; row < ROWS; row++) {
             for (int d = 16; d > 0; d /= 2) best[row] = max(best[row], __shfl_xor_sync(~0u, best[row], d));
@@ -284,7 +274,6 @@ struct step_sender {
     /* The greatest candidate of all CTAs, by the first one. */
     STEP_FN void take_tokens()
     {
-        const pk_step_args &args = cta.args;
         if (cta.cta() > 0) return;
 #pragma unroll 1
         for (int row = 0; row < ROWS; row++) {
@@ -297,7 +286,7 @@ struct step_sender {
             }
             for (int d = 16; d > 0; d /= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
             const bool has_failed = *(volatile uint32_t *)&cta.params.words.head[1] != 0;
-            if (cta.lane == 0) args.sample.out[row] = !has_failed && pk_is_drawn(most) ? pk_token_of(most) : -1;
+            if (cta.lane == 0) cta.args.sample.out[row] = !has_failed && pk_is_drawn(most) ? pk_token_of(most) : -1;
         }
         if (cta.lane > 0) return;
         cta.params.words.head[0] = cta.epoch(); /* all have read it: each has drawn, */
@@ -321,5 +310,4 @@ struct step_sender {
     }
 };
 
-#endif  // PK_SM90A
 #endif

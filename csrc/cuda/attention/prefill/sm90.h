@@ -5,7 +5,7 @@
 #define PK_CUDA_ATTENTION_PREFILL_SM90_H
 
 #include "cuda/attention/prefill/prefill.h"
-#include "cuda/sm90.h"
+#include "cuda/wgmma.h"
 
 enum { ITEM_SLOTS = 4 };
 

@@ -1,10 +1,14 @@
-/* ring.h - the weights on their way: the thread that copies, and how the others read a stage. */
-#ifndef PK_CUDA_STEP_RING_H
-#define PK_CUDA_STEP_RING_H
+/* weights.h - how weights come, and the consumers' products. A thread copies chunks into a ring of stages. Of a chunk each
+ * warp has 16 rows of 64 inputs: of a wide one the warps share the inputs, of a narrow one (o, down) also the rows. Weights
+ * come to registers before their x is there, as many as there is room for. The warps' sums meet in shared memory.
+ */
+#ifndef PK_CUDA_STEP_WEIGHTS_H
+#define PK_CUDA_STEP_WEIGHTS_H
 
+#include "cuda/mma.h"
 #include "cuda/step/cta.h"
 
-#ifdef PK_SM90A
+// --- the weights on their way: the thread that copies, and how the others read a stage
 
 /* A chunk's boxes: of 64 rows one, of eight two. Rows and columns (of 64 inputs) count from the weight's beginning. */
 struct step_chunk {
@@ -45,9 +49,8 @@ struct step_cursor {
     const step_cta &cta;
     const int num_chunks = cta.params.num_chunks;
     const step_phase &head = cta.params.phases[STEP_HEAD];
-    int layer = 0, i = 0, panel, next_panel = 0, num_taken = 0, column = 0, block = 0;
+    int layer = 0, i = 0, panel = cta.cta(), next_panel = 0, num_taken = 0, column = 0, block = 0;
 
-    __device__ step_cursor(const step_cta &cta) : cta(cta), panel(cta.cta()) {}
     __device__ bool is_end() const { return panel >= head.panels; }
     STEP_FN void take_panel(int its)
     {
@@ -84,7 +87,6 @@ struct step_copier {
     uint32_t slot = 0, turn = 0, oldest = 0, oldest_turn = 0;
     int flying = 0;
 
-    __device__ step_copier(const step_cta &cta) : cta(cta) {}
     /* A layer's chunks in the order in which they are used: by panel, chunk of inputs, block. */
     STEP_FN void list_chunks() const
     {
@@ -120,15 +122,15 @@ struct step_copier {
         const CUtensorMap *from = step_fresh(map(its.phase)); /* before the wait: nothing is on its way behind it */
         make_room();
         sm90::barrier_arrive_expect(barrier, STEP_STAGE);
-        step_copy_box(to, from, barrier, its.rows[0], its.column, policy);
-        if (!its.is_narrow()) step_copy_box(to + STEP_STAGE / 2, from, barrier, its.rows[1], its.column, policy);
+        sm90::copy_3d(to, from, barrier, 0, its.rows[0], its.column, policy);
+        if (!its.is_narrow()) sm90::copy_3d(to + STEP_STAGE / 2, from, barrier, 0, its.rows[1], its.column, policy);
         if (++slot == num_stages) slot = 0, turn ^= 1;
     }
     STEP_FN void run()
     {
         list_chunks();
         if (cta.lane > 0) return;
-        step_cursor now(cta);
+        step_cursor now{cta};
 #pragma unroll 1
         for (; !now.is_end(); now.next()) copy(now.chunk());
         make_room();
@@ -141,7 +143,6 @@ struct step_ring {
     const step_cta &cta;
     uint32_t next = 0; /* the slot, and in bit 8 the turn: a register less */
 
-    __device__ step_ring(const step_cta &cta) : cta(cta) {}
     /* Where this lane's row of a stage's matrices begins: of its warp's first 16 inputs. */
     template <bool IS_WIDE>
     STEP_FN static uint32_t place()
@@ -165,7 +166,7 @@ struct step_ring {
         const uint32_t num_stages = cta.params.num_stages, slot = next & 255;
         const uint32_t at = cta.ring() + slot * STEP_STAGE + place, barrier = cta.barriers() + slot * 8;
         step_wait_near(cta, barrier, next >> 8);
-        for (int i = 0; i < STEP_STEPS; i++) step_load_matrices(weights[i], at ^ (i << 5));
+        for (int i = 0; i < STEP_STEPS; i++) ldmatrix_x4(weights[i], at ^ (i << 5));
         sm90::fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barrier + num_stages * 8);
@@ -173,5 +174,114 @@ struct step_ring {
     }
 };
 
-#endif  // PK_SM90A
+/* ROWS: of x; HOLD: wide chunks that a consumer keeps in registers; of narrow ones up to 4. */
+template <bool IS_CLUSTER, int ROWS, int HOLD>
+struct step_multiplier {
+    step_cta &cta;
+    step_letters<IS_CLUSTER> &letters;
+    step_ring ring{cta};
+    step_turns turns;
+
+    /* x of two steps of this warp's inputs of a chunk. Rows of the operand that x has not are those that it has, once more. */
+    template <bool IS_WIDE>
+    STEP_FN void load_x(uint32_t (&x)[4], uint32_t from, int column, int step) const
+    {
+        ldmatrix_x4(x, from + column * ((IS_WIDE ? STEP_WIDE : STEP_NARROW) * 2) + step * 32);
+    }
+    STEP_FN static void multiply(float (&acc)[4], const uint32_t (&weights)[4], const uint32_t (&x)[4], int step)
+    {
+        step_multiply(acc, weights, {x[step % 2 * 2], x[step % 2 * 2 + 1]});
+    }
+    template <bool IS_WIDE>
+    STEP_FN void leave(float (&acc)[4], int block) const
+    {
+        const int thread = step_fresh(threadIdx.x), warp = thread / 32, group = thread % 32 / 4, quad = thread % 4;
+        constexpr int SUMS = IS_WIDE ? STEP_WIDE_SUMS : STEP_NARROW_SUMS, COUNT = IS_WIDE ? STEP_CONSUMERS : 2;
+        const int first = IS_WIDE ? block * 16 : warp % 4 * 16, from = IS_WIDE ? warp : warp / 4;
+        for (int e = 0; e < 2; e++) {
+            const int row = quad * 2 + e;
+            if (row >= ROWS) continue;
+            float *to = cta.sums(turns.turn()) + (row * COUNT + from) * SUMS + first + group;
+            to[0] = acc[e], to[8] = acc[2 + e];
+        }
+    }
+    /* Blocks of a column of chunks that are still in the ring, from number FROM on. */
+    template <bool IS_WIDE, int FROM, int BLOCKS, int CHAINS>
+    STEP_FN void stream(float (&acc)[BLOCKS][CHAINS][4], uint32_t place, uint32_t x_at, int column, int blocks)
+    {
+        uint32_t x[2][4], weights[BLOCKS - FROM][STEP_STEPS][4];
+        for (int block = FROM; block < BLOCKS; block++) {
+            if (block < blocks) {
+                ring.take(weights[block - FROM], place);
+            } else {
+                for (int i = 0; i < STEP_STEPS * 4; i++) weights[block - FROM][i / 4][i % 4] = 0;
+            }
+        }
+        load_x<IS_WIDE>(x[0], x_at, column, 0), load_x<IS_WIDE>(x[1], x_at, column, 2);
+        for (int step = 0; step < STEP_STEPS; step++)
+            for (int block = FROM; block < BLOCKS; block++) /* nobody reads the sums of those that are not there */
+                multiply(acc[block][step % CHAINS], weights[block - FROM][step], x[step / 2], step);
+    }
+    template <bool IS_WIDE, int BLOCKS>
+    STEP_FN void run(int phase, int mail)
+    {
+        constexpr int HELD = IS_WIDE ? HOLD : 3, WHOLE = HELD / BLOCKS,
+                      REST = HELD % BLOCKS; /* columns; blocks of one more */
+        /* Sums of a block, because a product waits for the one before it. */
+        constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 && HOLD != 4 ? 2 : 1;
+        const step_phase part = cta.params.phases[phase];
+        const int first_blocks = part.blocks_of(phase == STEP_HEAD ? cta.cta() : 0);
+        const int num_panels = part.panels, columns = part.columns;
+        const uint32_t place = ring.template place<IS_WIDE>();
+        uint32_t held[HELD][STEP_STEPS][4];
+        for (int i = 0; i < HELD; i++) {
+            if (i / BLOCKS < columns && i % BLOCKS < first_blocks)
+                ring.take(held[i], place);
+            else
+                for (int j = 0; j < STEP_STEPS * 4; j++) held[i][j / 4][j % 4] = 0;
+        }
+        const step_mail &its = cta.at.mails[mail];
+        const int thread = step_fresh(threadIdx.x), lane = thread % 32, warp = thread / 32;
+        const uint32_t x_at = step_fresh(smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) +
+                                         lane / 8 * 16 + (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2));
+        int panel = 0, blocks = step_fresh(first_blocks);
+        letters.wait(mail);
+        float acc[BLOCKS][CHAINS][4] = {};
+        for (int c = 0; c < WHOLE + (REST > 0); c++) {
+            if (c > 0 && c >= columns) continue;
+            uint32_t x[4];
+            for (int step = 0; step < STEP_STEPS; step++) {
+                if (step % 2 == 0) load_x<IS_WIDE>(x, x_at, c, step);
+                for (int block = 0; block < (c < WHOLE ? BLOCKS : REST); block++)
+                    multiply(acc[block][step % CHAINS], held[c * BLOCKS + block][step], x, step);
+            }
+        }
+        if constexpr (REST > 0)
+            if (WHOLE < columns) stream<IS_WIDE, REST>(acc, place, x_at, WHOLE, blocks);
+        int column = WHOLE + (REST > 0);
+#pragma unroll 1
+        for (;;) { /* what is held is of the first panel */
+#pragma unroll 1
+            for (; column < columns; column++) stream<IS_WIDE, 0>(acc, place, x_at, column, blocks);
+            if (turns.uses >= 2) turns.wait(STEP_EMPTY);
+            for (int block = 0; block < BLOCKS; block++) {
+                for (int c = 1; c < CHAINS; c++)
+                    for (int e = 0; e < 4; e++) acc[block][0][e] += acc[block][c][e];
+                if (block < blocks) leave<IS_WIDE>(acc[block][0], block);
+                for (int i = 0; i < CHAINS * 4; i++) acc[block][i / 4][i % 4] = 0;
+            }
+            turns.pass(STEP_FULL);
+            panel++;
+            if (phase == STEP_HEAD) {
+                if (blocks == 0) break; /* the sender knows that it was the last one */
+                blocks = ring.blocks_of_head(panel), column = blocks ? 0 : columns;
+            } else {
+                if (panel == num_panels) break;
+                blocks = part.blocks_of(panel), column = 0;
+            }
+        }
+        if (cta.warp == 0) letters.expect(mail);
+    }
+};
+
 #endif

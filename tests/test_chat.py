@@ -121,6 +121,10 @@ def test_where_templates_are_found(tmp_path):
     several = write(tmp_path / "d", tokenizer_config_json={"chat_template": named}, additional_chat_templates__rag_jinja="three")
     assert [rendered(several), rendered(several, tools=TOOLS), rendered(several, template="rag")] == ["one", "two", "three"]
     assert rendered(several, template="{{ messages|length }}") == "1"
+    again = {"tokenizer_config_json": {"chat_template": named}, "chat_template_json": {"chat_template": "json"}}
+    for i, file in enumerate(("chat_template_jinja", "additional_chat_templates__default_jinja")):  # nothing of older files
+        saved_again = write(tmp_path / f"g{i}", **again | {file: "four"})
+        assert [rendered(saved_again), rendered(saved_again, tools=TOOLS)] == ["four", "four"]
     with pytest.raises(ValueError, match="no chat template in the model's folder"):
         rendered(write(tmp_path / "e"))
     with pytest.raises(ValueError, match="tokenizer_config.json: "):

@@ -131,6 +131,21 @@ def test_where_templates_are_found(tmp_path):
         rendered(write(tmp_path / "f", tokenizer_config_json="{"))
 
 
+IMAGES = [[{"image": "x.png"}], [{"type": "text", "text": "1"}, {"image_url": "x"}], [{"video": ["x"]}], {"type": "input_audio", "input_audio": {}}]
+
+
+@pytest.mark.parametrize("content", IMAGES)
+def test_images_are_refused_whatever_the_template_writes(chatty, content):
+    """That of a model with eyes writes a token for an image, which a model without them takes for text."""
+    template = "{% for part in messages[0].content %}{% if 'image' in part %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    with LLM(chatty, device="cpu") as llm:
+        with pytest.raises(ValueError, match=r"messages\[0\]: part . of its content is of type '(image|video|input_audio).*': only text is read"):
+            llm.chat([{"role": "user", "content": content}], chat_template=template)
+        result = [{"role": "tool", "content": {"profile": 3, "image": "saved", "type": "file"}}]  # an object of the tool's own
+        answer = llm.chat(result, chat_template="{{ messages[0].content.profile }}+1=", use_tqdm=False)[0]
+        assert llm.tokenizer.decode(answer.prompt_token_ids) == "3+1="
+
+
 def test_a_template_is_read_when_its_files_change(tmp_path):
     shutil.copy(DEMO_MODEL / "tokenizer_config.json", tmp_path)
     for text in ("one", "two", "three"):

@@ -121,10 +121,29 @@ def test_where_templates_are_found(tmp_path):
     several = write(tmp_path / "d", tokenizer_config_json={"chat_template": named}, additional_chat_templates__rag_jinja="three")
     assert [rendered(several), rendered(several, tools=TOOLS), rendered(several, template="rag")] == ["one", "two", "three"]
     assert rendered(several, template="{{ messages|length }}") == "1"
+    again = {"tokenizer_config_json": {"chat_template": named}, "chat_template_json": {"chat_template": "json"}}
+    for i, file in enumerate(("chat_template_jinja", "additional_chat_templates__default_jinja")):  # nothing of older files
+        saved_again = write(tmp_path / f"g{i}", **again | {file: "four"})
+        assert [rendered(saved_again), rendered(saved_again, tools=TOOLS)] == ["four", "four"]
     with pytest.raises(ValueError, match="no chat template in the model's folder"):
         rendered(write(tmp_path / "e"))
     with pytest.raises(ValueError, match="tokenizer_config.json: "):
         rendered(write(tmp_path / "f", tokenizer_config_json="{"))
+
+
+IMAGES = [[{"image": "x.png"}], [{"type": "text", "text": "1"}, {"image_url": "x"}], [{"video": ["x"]}], {"type": "input_audio", "input_audio": {}}]
+
+
+@pytest.mark.parametrize("content", IMAGES)
+def test_images_are_refused_whatever_the_template_writes(chatty, content):
+    """That of a model with eyes writes a token for an image, which a model without them takes for text."""
+    template = "{% for part in messages[0].content %}{% if 'image' in part %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    with LLM(chatty, device="cpu") as llm:
+        with pytest.raises(ValueError, match=r"messages\[0\]: part . of its content is of type '(image|video|input_audio).*': only text is read"):
+            llm.chat([{"role": "user", "content": content}], chat_template=template)
+        result = [{"role": "tool", "content": {"profile": 3, "image": "saved", "type": "file"}}]  # an object of the tool's own
+        answer = llm.chat(result, chat_template="{{ messages[0].content.profile }}+1=", use_tqdm=False)[0]
+        assert llm.tokenizer.decode(answer.prompt_token_ids) == "3+1="
 
 
 def test_a_template_is_read_when_its_files_change(tmp_path):

@@ -17,6 +17,7 @@ from served import DEMO, ENGINE, TEMPLATE, post, serving
 from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PLAIN, SAID, TOOLS, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
@@ -81,6 +82,28 @@ def test_the_client_of_anthropic(folder):
         assert client.messages.count_tokens(model="demo", messages=HI, tools=CUSTOM).input_tokens == message.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError, match="there is no model"):
             client.messages.create(**options | {"model": "other"})
+
+
+def test_the_loop_of_anthropics_client(folder):
+    """It asks the server to keep the conversation, and goes on without that where the server says so."""
+    anthropic = pytest.importorskip("anthropic")
+    if not hasattr(anthropic, "beta_tool"):
+        pytest.skip("no loop in this version of the package")
+
+    @anthropic.beta_tool
+    def get_time(zone: str) -> str:
+        """The time."""
+        return f"12 {zone}"
+
+    def say(params, index):
+        return '<tool_call>{"name": "get_time", "arguments": {"zone": "utc"}}</tool_call>' if len(client.seen) < 2 else "Noon."
+
+    serving, client = saying(folder, say)
+    with serving as (url, _), anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as theirs:
+        runner = theirs.beta.messages.tool_runner(model="demo", max_tokens=99, messages=HI, tools=[get_time])
+        assert [message.stop_reason for message in runner] == ["tool_use", "end_turn"]
+        prompt, _ = client.seen[1]
+        assert "12 utc" in Tokenizer(folder).decode(ids_of(prompt))
 
 
 def test_comments_of_a_silent_stream(folder):

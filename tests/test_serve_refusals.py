@@ -69,6 +69,7 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "'messages'"),
     (CHAT, {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "not served"),
+    ("/v1/responses", {"input": "x", "top_logprobs": 2}, "top_logprobs", "top_logprobs is not served"),
     ("/tokenize", {}, "prompt", "one of the two"),
     ("/detokenize", {"tokens": [16]}, "tokens", "not in 0..15"),
     ("/detokenize", {"tokens": [10**30]}, "tokens", "not in 0..15"),

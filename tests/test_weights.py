@@ -258,6 +258,29 @@ def test_an_index_names_nothing_outside_of_its_folder(tmp_path):
             LLM(folder, device="cpu")
 
 
+def test_an_index_of_files_in_a_folder(tmp_path):
+    whole, split = write_model(tmp_path / "whole"), write_model(tmp_path / "split")
+    split_in_shards(split, 2)
+    index = split / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    (split / "parts").mkdir()
+    for name in set(weight_map.values()):
+        (split / name).rename(split / "parts" / name)
+    index.write_text(json.dumps({"weight_map": {tensor: f"./parts/{name}" for tensor, name in weight_map.items()}}))
+    assert tokens_of(split) == tokens_of(whole)
+
+
+def test_an_index_that_names_the_wrong_file(tmp_path):
+    folder = write_model(tmp_path)
+    split_in_shards(folder, 2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    (other,) = set(weight_map.values()) - {weight_map["model.embed_tokens.weight"]}
+    index.write_text(json.dumps({"weight_map": weight_map | {"model.embed_tokens.weight": other}}))
+    with pytest.raises(CheckpointError, match=f"{other}: tensor 'model.embed_tokens.weight' is missing"):
+        LLM(folder, device="cpu")
+
+
 def test_mis_shaped_tensor(tmp_path):
     folder = write_model(tmp_path)
     weights = random_weights(TINY)

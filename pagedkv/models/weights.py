@@ -173,10 +173,10 @@ class Checkpoint(TensorSource):
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """The file of every tensor name."""
     paths, weight_map = find_weights(folder)
-    opened = {path.name: SafetensorsFile(path) for path in paths}
     if weight_map is None:
-        files = {name: file for file in opened.values() for name in file.entries}
+        files = {name: file for file in map(SafetensorsFile, paths) for name in file.entries}
     else:
+        opened = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
         files = {name: opened[file] for name, file in weight_map.items()}
     if "embed_tokens.weight" in files:  # a model without a head, such as Qwen3-Embedding's
         files = {f"model.{name}": file for name, file in files.items()}
@@ -189,7 +189,8 @@ def entries_of(folder: Path) -> dict[str, tuple[SafetensorsFile, str]]:
 
 
 def _entry(file: SafetensorsFile, name: str) -> Entry:
-    return file.entry(name if name in file.entries else name.removeprefix("model."))
+    short = name.removeprefix("model.")
+    return file.entry(short if name not in file.entries and short in file.entries else name)
 
 
 def _stamps(files: Mapping[str, SafetensorsFile]) -> dict[Path, tuple[int, ...]]:

@@ -47,7 +47,10 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status, "api_error")
         # Agents know Anthropic's own words, and shorten.
         text = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
-        return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+        error: dict[str, Any] = {"type": kind, "message": text}
+        if self.param == "thread":  # on this word Anthropic's client asks again, with the whole conversation
+            error["details"] = {"error_code": "thread_unsupported_request"}
+        return {"type": "error", "error": error, "request_id": None}
 
     def response(self, path: str) -> Response:
         """In the form of the API that the path belongs to."""

@@ -45,7 +45,8 @@ class ChatTemplate:
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """From chat_template.jinja and additional_chat_templates/, or chat_template.json, or tokenizer_config.json.
-        A folder without any has no templates; then render() needs one."""
+        Where the first two have a default, the others do not count. A folder without any has no templates; then
+        render() needs one."""
         config = read_json(folder / "tokenizer_config.json", missing={})
         older = read_json(folder / "chat_template.json", missing={})
         found = config.get("chat_template") or older.get("chat_template") or {}
@@ -53,11 +54,12 @@ class ChatTemplate:
             found = {"default": found}
         elif isinstance(found, list):  # of {"name", "template"}
             found = {each["name"]: each["template"] for each in found}
-        templates: dict[str, str] = dict(found)
-        if (folder / "chat_template.jinja").is_file():
-            templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
+        alone = folder / "chat_template.jinja"
+        templates = {"default": alone.read_text("utf-8")} if alone.is_file() else {}
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
             templates[path.stem] = path.read_text("utf-8")
+        if "default" not in templates:
+            templates = {**found, **templates}
         return cls(templates, NamedTokens.from_folder(folder).texts(), str(folder))
 
     def render(

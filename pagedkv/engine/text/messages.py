@@ -14,6 +14,7 @@ Chat = list[dict[str, Any]]
 # What servers call the thoughts of an answer; templates read the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("image", "audio", "video", "file")
+PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "input_video")
 
 
 def is_message(value: object) -> bool:
@@ -87,12 +88,21 @@ def plain_dicts(name: str, values: object) -> list[Any] | None:
 
 
 def check_text_only(messages: Chat) -> None:
-    """Raises where a message has a part that the model cannot see."""
+    """Raises where a message has a part that the model cannot see. One without a type tells it by its keys."""
     for i, message in enumerate(messages):
-        for k, part in enumerate(message["content"] if isinstance(message.get("content"), (list, tuple)) else ()):
-            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
-            if any(word in kind for word in MEDIA):
+        content = message.get("content")
+        if isinstance(content, Mapping) and content.get("type") in PARTS:  # in no list; another one is a tool's result
+            content = [content]
+        for k, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            if isinstance(part, Mapping) and (kind := _media(part)) is not None:
                 raise ValueError(f"messages[{i}]: part {k} of its content is of type {kind!r}: only text is read")
+
+
+def _media(part: Mapping[str, Any]) -> str | None:
+    if "type" not in part:
+        return next((key for key in PARTS if key in part), None)
+    kind = str(part["type"])
+    return kind if any(word in kind for word in MEDIA) else None
 
 
 # --- content in parts

@@ -115,9 +115,9 @@ def test_answers_on_a_gpu(folder, cuda, seed, knowledge, enforce_eager):
         drafter.learn(requests, expected)
         assert_same(generate(always_guess(llm, drafter), requests), expected)
         assert_same(generate(llm, requests), expected)  # by graphs
-        assert counts(llm)[2] > 100
+        assert counts(llm)[2] > 30
         graphs = llm._runner.graphs
-        assert enforce_eager == (graphs is None) and (graphs is None or any(key[1] for key in graphs))
+        assert enforce_eager == (graphs is None) and (graphs is None or any(key.num_seqs for key in graphs._graphs))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,7 +20,7 @@ class Case:
     hidden: int = 512
     ffn: int = 256
     layers: int = 2
-    vocab: int = 464
+    vocab: int = 304
     block_size: int = 16
     lens: tuple[int, ...] = (40,)
     cluster: bool = True
@@ -245,8 +245,8 @@ def test_nan(step, cluster):
         ("k_caches: the KV heads are 9 but must be 1 to 8", {"q_heads": 18, "kv_heads": 9}),
         ("embedding: dim 1 is 768 but must be a multiple of", {"hidden": 768}),
         ("down_weights: dim 1 is 320 but must be a multiple of", {"ffn": 320}),
-        ("embedding: dim 0 is 396 but must be a multiple of 16", {"vocab": 396}),
-        ("embedding: dim 0 is 368 but must be a multiple of 16, and 768 times", {"vocab": 368}),
+        ("embedding: dim 0 is 300 but must be a multiple of 16", {"vocab": 300}),
+        ("embedding: dim 0 is 112 but must be a multiple of 16, and 256 times", {"vocab": 112}),
     ],
 )
 def test_refusal(step, what, changes):

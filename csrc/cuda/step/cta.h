@@ -67,9 +67,15 @@ struct step_cta {
     __device__ uint32_t mail_barrier(int kind) const { return barriers() + (2 * params.num_stages + kind) * 8; }
     __device__ uint32_t epoch() const { return base + half; } /* of x before it */
     __device__ bool is_end() const { return half == 2 * args.num_layers; }
-    /* Of the head's panels that this CTA has taken the i-th; none behind the last. */
-    enum : int { NO_PANEL = 1 << 30 };
-    __device__ volatile int &taken(int i) const { return ((int *)(smem + at.taken))[i % STEP_TAKEN]; }
+    __device__ __forceinline__ step_phase part(int phase) const
+    {
+        step_phase its = params.phases[phase];
+        if (phase == STEP_HEAD) {
+            its.blocks = step_phase::first_of_head(args, cta() + 1) - step_phase::first_of_head(args, cta());
+            its.panels = (its.blocks + STEP_PANEL - 1) / STEP_PANEL;
+        }
+        return its;
+    }
     __device__ void divide(int row) const
     {
         const uint32_t len = max(args.context_lens[row], 0), past = min(max(len, 1u) - 1, args.max_positions - 1u);

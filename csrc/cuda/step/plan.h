@@ -29,8 +29,8 @@ static inline bool pk_step_refuses(const pk_step_args &args, int smem_bytes, cha
         return refuse("embedding: dim 1 is", args.hidden, "a multiple of 1024");
     if (args.ffn % (teams * STEP_NARROW) || args.ffn % (teams * STEP_RANKS * 8))
         return refuse("down_weights: dim 1 is", args.ffn, "a multiple of 128 times the KV heads");
-    if (args.vocab % 16 || args.vocab < teams * STEP_RANKS * STEP_PANEL * 16) /* each CTA has a panel */
-        return refuse("embedding: dim 0 is", args.vocab, "a multiple of 16, and 768 times the KV heads at least");
+    if (args.vocab % 16 || args.vocab < teams * STEP_RANKS * 16) /* each CTA has some */
+        return refuse("embedding: dim 0 is", args.vocab, "a multiple of 16, and 256 times the KV heads at least");
     for (int64_t stride : {args.strides.block, args.strides.slot, args.strides.head})
         if (stride % STEP_VECTOR) return refuse("k_caches: a stride is", stride, "a multiple of 8");
     if (const int bytes = step_smem(args, STEP_LEAST_STAGES).bytes; bytes > smem_bytes)

@@ -146,7 +146,7 @@ struct step_sender {
     STEP_FN void finish(int phase, Word word)
     {
         enum { WORDS = STEP_PANEL * 8 };
-        const int num_panels = cta.params.phases[phase].panels;
+        const int num_panels = cta.part(phase).panels;
         read_squares();
 #pragma unroll 1
         for (int panel = 0; panel < num_panels; panel++) {
@@ -248,19 +248,18 @@ struct step_sender {
     }
     STEP_FN void draw_all()
     {
-        const step_phase &part = cta.params.phases[STEP_HEAD];
+        const step_phase part = cta.part(STEP_HEAD);
+        const int num_panels = part.panels, first = step_phase::first_of_head(cta.args, cta.cta()) * 16;
         pk_candidate best[ROWS] = {};
         read_squares();
 #pragma unroll 1
-        for (int i = 0;; i++) {
+        for (int panel = 0; panel < num_panels; panel++) {
             turns.wait(STEP_FULL);
-            const int panel = cta.taken(i), at = cta.lane * 2, token = panel * (STEP_PANEL * 16) + at;
-            const int num_tokens = part.blocks_of(panel) * 16;
-            if (num_tokens == 0) break;
+            const int at = cta.lane * 2, token = first + panel * (STEP_PANEL * 16) + at;
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
                 const float scale = __shfl_sync(~0u, rms, row);
-                if (at < num_tokens) draw(asked(row), best[row], token, total<true>(row, at), scale);
+                if (at < part.blocks_of(panel) * 16) draw(asked(row), best[row], token, total<true>(row, at), scale);
             }
             turns.pass(STEP_EMPTY);
         }
@@ -289,8 +288,7 @@ struct step_sender {
             if (cta.lane == 0) cta.args.sample.out[row] = !has_failed && pk_is_drawn(most) ? pk_token_of(most) : -1;
         }
         if (cta.lane > 0) return;
-        cta.params.words.head[0] = cta.epoch(); /* all have read it: each has drawn, */
-        cta.params.words.head[4] = 0;           /* and has found no panel any more */
+        cta.params.words.head[0] = cta.epoch(); /* all have read it: each has drawn */
         cta.params.words.head[3]++;
     }
     __device__ void run()

@@ -45,7 +45,6 @@ enum {
     STEP_COLUMNS = 64,              /* inputs of a warp in a chunk, */
     STEP_STEPS = STEP_COLUMNS / 16, /* steps of the matrix instruction */
     STEP_PANEL = 3,                 /* wide blocks whose sums meet at once */
-    STEP_TAKEN = 8,                 /* panels of the head between those that come and those that are drawn from */
     STEP_WIDE_SUMS = STEP_PANEL * 16 + 4,
     STEP_NARROW_ROWS = 64,
     STEP_NARROW_SUMS = STEP_NARROW_ROWS + 4,
@@ -85,16 +84,14 @@ struct pk_step_words {
     uint32_t *sums;  /* [2][rows][ranks][teams][hidden / ranks], tagged */
     uint64_t *best;  /* [rows][ctas][2] */
     uint64_t *mails; /* [teams][mail_words] */
-    /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps, [4] panels of
-     * the head that were taken */
+    /* [0] the last epoch, [1] not 0: somebody gave up (2: on what should always come), [2] who, [3] steps */
     uint32_t *head;
 };
 
 // --- how the work is divided
 
 /* A CTA's blocks of a weight: of 16 rows and all inputs, or (narrow) of 64 rows and its team's inputs. A panel's sums meet
- * at once. Of the head they are those of all CTAs: each begins with the panel of its number, and takes others as it comes
- * to them, because those that share an SM are slower. */
+ * at once. */
 struct step_phase {
     int blocks, columns, per_panel, panels; /* columns: chunks of a block */
 
@@ -109,12 +106,12 @@ struct step_phase {
             per_panel = 1, blocks = args.hidden / STEP_RANKS / STEP_NARROW_ROWS;
             columns = (phase == STEP_O ? group * STEP_HEAD_DIM : args.ffn / teams) / STEP_NARROW;
         }
-        if (phase == STEP_HEAD) blocks = args.vocab / 16;
-        panels = (blocks + per_panel - 1) / per_panel;
+        panels = (blocks + per_panel - 1) / per_panel; /* the head's differ: step_cta::part */
     }
-    __device__ int blocks_of(int panel) const
+    __device__ int blocks_of(int panel) const { return min(per_panel, blocks - panel * per_panel); }
+    __device__ static int first_of_head(const pk_step_args &args, int cta)
     {
-        return panel < panels ? min(per_panel, blocks - panel * per_panel) : 0;
+        return (int)((uint32_t)cta * (uint32_t)(args.vocab / 16) / (uint32_t)(args.kv_heads * STEP_RANKS));
     }
 };
 
@@ -135,7 +132,7 @@ struct step_mail {
 /* Places in shared memory. */
 struct step_smem {
     step_mail mails[STEP_MAILS];
-    int ring, sums, table, chunks, items, places, taken, angles, heads, residual, asked, barriers, bytes;
+    int ring, sums, table, chunks, items, places, angles, heads, residual, asked, barriers, bytes;
     int mail_words; /* of a team */
 
     step_smem() = default;
@@ -167,7 +164,6 @@ struct step_smem {
         chunks = take(step_num_chunks(args) * 16);
         items = take(rows * 16);
         places = take(rows * STEP_KEYS * 4);
-        taken = take(STEP_TAKEN * 4);
         angles = take(rows * STEP_HEAD_DIM * 4);
         heads = take(rows * (group + 2) * STEP_HEAD_DIM * 2);
         residual = take(rows * args.hidden / STEP_RANKS * 2);

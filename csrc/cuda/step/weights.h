@@ -33,7 +33,7 @@ struct step_chunk {
             rows[half] = at * STEP_HEAD_DIM + cta.rank * STEP_DIMS + octet % STEP_OCTETS * 8;
             if (phase == STEP_GATE_UP)
                 rows[half] = (cta.cta() * cta.params.phases[phase].blocks + i) * 8 + half * args.ffn;
-            if (phase == STEP_HEAD) rows[half] = octet * 8;
+            if (phase == STEP_HEAD) rows[half] = (step_phase::first_of_head(args, cta.cta()) * 2 + octet) * 8;
         }
     }
     __device__ step_chunk from(uint32_t row, uint32_t first_column) const
@@ -44,29 +44,21 @@ struct step_chunk {
     }
 };
 
-/* Where the copier is: in the chunks of a layer, which are listed, or in the head's, of which it takes a panel ahead. */
+/* Where the copier is: in the chunks of a layer, which are listed, or in the head's. */
 struct step_cursor {
     const step_cta &cta;
     const int num_chunks = cta.params.num_chunks;
-    const step_phase &head = cta.params.phases[STEP_HEAD];
-    int layer = 0, i = 0, panel = cta.cta(), next_panel = 0, num_taken = 0, column = 0, block = 0;
+    const step_phase head = cta.part(STEP_HEAD);
+    int layer = 0, i = 0, panel = 0, column = 0, block = 0;
 
-    __device__ bool is_end() const { return panel >= head.panels; }
-    STEP_FN void take_panel(int its)
-    {
-        panel = its < head.panels ? its : (int)step_cta::NO_PANEL, cta.taken(num_taken++) = panel;
-        if (is_end()) return;
-        next_panel = cta.num_ctas() + (int)atomicAdd(&cta.params.words.head[4], 1u); /* waited for when it is needed */
-    }
+    __device__ bool is_end() const { return panel == head.panels; }
     STEP_FN void next()
     {
         if (layer < cta.args.num_layers) {
-            if (++i < num_chunks) return;
-            i = 0, layer++;
-            if (layer == cta.args.num_layers) take_panel(panel);
+            if (++i == num_chunks) i = 0, layer++;
         } else if (++block == head.blocks_of(panel)) {
             block = 0;
-            if (++column == head.columns) column = 0, take_panel(next_panel);
+            if (++column == head.columns) column = 0, panel++;
         }
     }
     STEP_FN step_chunk chunk() const
@@ -92,7 +84,7 @@ struct step_copier {
     {
         int first = 0;
         for (int phase = STEP_QKV; phase < STEP_HEAD; phase++) {
-            const step_phase part = cta.params.phases[phase];
+            const step_phase part = cta.part(phase);
             const int of_panel = part.per_panel * part.columns;
             for (int i = cta.lane; i < part.blocks * part.columns; i += 32) {
                 const int panel = i / of_panel, blocks = part.blocks_of(panel), at = i - panel * of_panel;
@@ -133,8 +125,6 @@ struct step_copier {
         step_cursor now{cta};
 #pragma unroll 1
         for (; !now.is_end(); now.next()) copy(now.chunk());
-        make_room();
-        sm90::barrier_arrive(full + slot * 8); /* there is no panel any more */
     }
 };
 
@@ -153,12 +143,6 @@ struct step_ring {
         const uint32_t in_eight = row * 128 + ((half ^ row) << 4);
         return in_eight + (IS_WIDE ? high * (STEP_STAGE / 2) + warp * 1024
                                    : warp / 4 * (STEP_STAGE / 2) + warp % 4 * 2048 + high * 1024);
-    }
-    /* Of the CTA's i-th panel of the head; 0: it has no more. Its first stage is there then. */
-    STEP_FN int blocks_of_head(int i) const
-    {
-        step_wait_near(cta, cta.barriers() + (next & 255) * 8, next >> 8);
-        return cta.params.phases[STEP_HEAD].blocks_of(cta.taken(i));
     }
     /* This warp's operands of a chunk, and the stage goes back to the copier, which writes there next. */
     STEP_FN void take(uint32_t (&weights)[STEP_STEPS][4], uint32_t place)
@@ -229,13 +213,12 @@ struct step_multiplier {
                       REST = HELD % BLOCKS; /* columns; blocks of one more */
         /* Sums of a block, because a product waits for the one before it. */
         constexpr int CHAINS = BLOCKS == 1 ? 4 : BLOCKS == 2 && HOLD != 4 ? 2 : 1;
-        const step_phase part = cta.params.phases[phase];
-        const int first_blocks = part.blocks_of(phase == STEP_HEAD ? cta.cta() : 0);
+        const step_phase part = cta.part(phase);
         const int num_panels = part.panels, columns = part.columns;
         const uint32_t place = ring.template place<IS_WIDE>();
         uint32_t held[HELD][STEP_STEPS][4];
         for (int i = 0; i < HELD; i++) {
-            if (i / BLOCKS < columns && i % BLOCKS < first_blocks)
+            if (i / BLOCKS < columns && i % BLOCKS < part.blocks)
                 ring.take(held[i], place);
             else
                 for (int j = 0; j < STEP_STEPS * 4; j++) held[i][j / 4][j % 4] = 0;
@@ -244,7 +227,7 @@ struct step_multiplier {
         const int thread = step_fresh(threadIdx.x), lane = thread % 32, warp = thread / 32;
         const uint32_t x_at = step_fresh(smem_address(cta.smem) + its.smem + lane % 8 % ROWS * (its.stride * 4) +
                                          lane / 8 * 16 + (IS_WIDE ? warp : warp / 4) * (STEP_COLUMNS * 2));
-        int panel = 0, blocks = step_fresh(first_blocks);
+        int panel = 0, blocks = step_fresh(part.blocks_of(0));
         letters.wait(mail);
         float acc[BLOCKS][CHAINS][4] = {};
         for (int c = 0; c < WHOLE + (REST > 0); c++) {
@@ -271,14 +254,8 @@ struct step_multiplier {
                 for (int i = 0; i < CHAINS * 4; i++) acc[block][i / 4][i % 4] = 0;
             }
             turns.pass(STEP_FULL);
-            panel++;
-            if (phase == STEP_HEAD) {
-                if (blocks == 0) break; /* the sender knows that it was the last one */
-                blocks = ring.blocks_of_head(panel), column = blocks ? 0 : columns;
-            } else {
-                if (panel == num_panels) break;
-                blocks = part.blocks_of(panel), column = 0;
-            }
+            if (++panel == num_panels) break;
+            blocks = part.blocks_of(panel), column = 0;
         }
         if (cta.warp == 0) letters.expect(mail);
     }

@@ -10,7 +10,8 @@ typedef struct {
     int32_t token;
     uint32_t before, after; /* of the same text */
     uint32_t older;         /* the next place of the chain */
-    uint32_t match;         /* a place that shared a long end with this one */
+    uint32_t match;         /* a place that shared a long end with this one, */
+    bool has_missed;        /* or its next one did with the token before, and this token is another */
 } entry;
 
 struct pk_suffix_index {
@@ -104,7 +105,11 @@ static uint32_t append_one(pk_suffix_index *index, uint32_t last, int32_t token,
     if (last != NOWHERE) {
         at(index, last)->after = place;
         uint32_t match = at(index, last)->match, next = is_there(index, match) ? at(index, match)->after : NOWHERE;
-        if (is_there(index, next) && next != place && at(index, next)->token == token) at(index, place)->match = next;
+        if (is_there(index, next) && next != place && at(index, next)->salt == salt) {
+            const bool has_missed = at(index, next)->token != token;
+            if (!has_missed || !at(index, last)->has_missed) /* not behind two in a row */
+                at(index, place)->match = next, at(index, place)->has_missed = has_missed;
+        }
     }
     uint32_t *chain = chain_of(index, place);
     if (chain) {
@@ -172,30 +177,31 @@ int64_t pk_suffix_propose(pk_suffix_index *index, uint32_t last, int64_t count, 
 {
     ballot votes = {.length = 0, .count = 0};
     *length = 0;
-    uint32_t *chain = is_there(index, last) ? chain_of(index, last) : NULL;
-    if (!chain) return 0;
+    if (!is_there(index, last)) return 0;
+    uint32_t *chain = chain_of(index, last);
     /* The place where the text went on as before may be older than those that are looked at. */
-    uint32_t match = at(index, last)->match, place = *chain;
+    uint32_t match = at(index, last)->match, place = chain ? *chain : NOWHERE;
     for (int64_t i = 0; i < index->config.max_candidates && is_there(index, place); i++) {
         vote(index, &votes, last, place);
         if (place == match) match = NOWHERE; /* it votes once */
         place = at(index, place)->older;
     }
     if (is_there(index, match)) vote(index, &votes, last, match);
-    if (!votes.count) return 0;
     int best = 0;
     for (int i = 1; i < votes.count; i++) {
         int64_t more = votes.list[i].votes - votes.list[best].votes;
         bool is_newer = age(index, votes.list[i].place) < age(index, votes.list[best].place);
         if (more > 0 || (more == 0 && is_newer)) best = i;
     }
-    place = at(index, last)->match = votes.list[best].place;
-    *length = votes.length;
+    if (votes.count) at(index, last)->match = votes.list[best].place, at(index, last)->has_missed = false;
+    place = at(index, last)->match; /* without votes the one behind a token that was another here */
+    if (!is_there(index, place)) return 0;
     uint32_t first = at(index, place)->after, next = first;
     int64_t num_known = 0;
     while (num_known < count && is_there(index, next)) {
         tokens[num_known++] = at(index, next)->token;
         next = next == last ? first : at(index, next)->after; /* what repeats itself goes on doing so */
     }
+    *length = votes.count ? votes.length : is_there(index, first) ? shared_end(index, last, place) : 0;
     return num_known;
 }

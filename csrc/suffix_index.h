@@ -29,8 +29,9 @@ int64_t pk_suffix_num_tokens(const pk_suffix_index *index);
 uint32_t pk_suffix_append(pk_suffix_index *index, uint32_t last, const int32_t *tokens, int64_t count, uint64_t salt);
 
 /* What followed the places that share the longest end with the text: of the tokens that came next there the most
- * frequent one, of several the newest, and what followed that. Returns how many of `count` tokens it knows; *length:
- * of the end that is shared. */
+ * frequent one, of several the newest, and what followed that. Where no place shares enough, but the text went on as was
+ * proposed except for one token: what followed there. Returns how many of `count` tokens it knows; *length: of the end
+ * that is shared. */
 int64_t pk_suffix_propose(pk_suffix_index *index, uint32_t last, int64_t count, int32_t *tokens, int64_t *length);
 
 #endif /* PK_SUFFIX_INDEX_H */

@@ -10,6 +10,7 @@ from pagedkv.ops import SuffixIndex
 class Text:
     def __init__(self, salt=0):
         self.salt, self.last, self.tokens = salt, 0, []  # tokens: (place in the ring, token)
+        self.match, self.has_missed = None, False  # a text and a place whose end is that of this one, but for a token perhaps
 
 
 class Oracle:
@@ -25,6 +26,22 @@ class Oracle:
             text.tokens.append((self.newest, token))
             for each in self.texts:
                 each.tokens = [pair for pair in each.tokens if pair[0] > self.newest - self.capacity]
+            self.follow(text, token)
+
+    def follow(self, text, token):
+        """The match goes on, also behind one token that is another."""
+        following = self.behind(text.match) if len(text.tokens) > 1 else []
+        has_missed = bool(following) and following[0][1] != token
+        if following and following[0][0] != self.newest and not (has_missed and text.has_missed):
+            text.match, text.has_missed = (text.match[0], following[0][0]), has_missed
+        else:
+            text.match, text.has_missed = None, False
+
+    @staticmethod
+    def behind(match):
+        """What followed a text's place that is still known."""
+        pairs = match[0].tokens if match else []
+        return next((pairs[i + 1 :] for i, pair in enumerate(pairs) if pair[0] == match[1]), [])
 
     def propose(self, text, count):
         own = [token for _, token in text.tokens]
@@ -38,7 +55,8 @@ class Oracle:
                 if length >= self.min_match and other.salt == text.salt:
                     found.append((length, theirs[end], other.tokens[end - 1][0], other, end))
         if not found:
-            return [], 0
+            known = [token for _, token in self.behind(text.match)]
+            return self.continued(text, text.match and text.match[0], known, count), self.shared_end(text) if known else 0
         longest = max(each[0] for each in found)
         found = [each for each in found if each[0] == longest]
         votes, newest = {}, {}
@@ -47,8 +65,21 @@ class Oracle:
             newest[token] = max(newest.get(token, 0), place)
         token = max(votes, key=lambda each: (votes[each], newest[each]))
         *_, other, end = next(each for each in found if each[2] == newest[token])
-        known = [token for _, token in other.tokens[end:]]
-        return (known * count if other is text else known)[:count], longest
+        text.match, text.has_missed = (other, newest[token]), False
+        return self.continued(text, other, [token for _, token in other.tokens[end:]], count), longest
+
+    @staticmethod
+    def continued(text, other, known, count):
+        return (known * count if other is text else known)[:count]
+
+    def shared_end(self, text):
+        """Of the text and its match."""
+        own = [token for _, token in text.tokens]
+        theirs = [token for place, token in text.match[0].tokens if place <= text.match[1]]
+        length = 0
+        while length < min(len(own), len(theirs), self.max_match) and own[-1 - length] == theirs[-1 - length]:
+            length += 1
+        return length
 
 
 @pytest.mark.parametrize("capacity, min_match, max_match", [(1, 1, 1), (8, 1, 4), (64, 2, 64), (512, 3, 5), (4096, 3, 64)])
@@ -89,6 +120,21 @@ def test_the_newest_of_few_places_and_where_the_text_went_on():
     own = index.append(own, [5, 6])
     assert index.propose(own, 5) == ([7, 8, 9], 4)
     assert index.propose(index.append(0, [5, 6]), 1) == ([0], 2)
+
+
+def test_one_token_that_is_another():
+    """The text is followed behind it, at once; not behind two."""
+    index = SuffixIndex(1024)
+    index.append(0, [*range(1, 20)])
+    text = index.append(0, [3, 4, 5])
+    assert index.propose(text, 3) == ([6, 7, 8], 3)
+    text = index.append(text, [6, 99])
+    assert index.propose(text, 3) == ([8, 9, 10], 0)
+    text = index.append(text, [8])
+    assert index.propose(text, 2) == ([9, 10], 1)
+    assert index.propose(index.append(text, [99, 98]), 2) == ([], 0)
+    text = index.append(text, [98, 10])
+    assert index.propose(text, 2) == ([11, 12], 1)
 
 
 def test_two_texts_from_one_end_and_salts():

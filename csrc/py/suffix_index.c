@@ -85,7 +85,8 @@ PyDoc_STRVAR(
     "propose($self, last, count)\n--\n\n"
     "Up to `count` tokens that may follow the text that ends at `last`, as a list, and the length of the match\n"
     "that they come from: what followed the longest match; of several as long the most frequent next token, of\n"
-    "several as frequent the newest. ([], 0): there is none.");
+    "several as frequent the newest. Where nothing matches, but the text went on as was proposed except for one\n"
+    "token: what followed there, with the length of what is the same behind that token. ([], 0): there is none.");
 static PyObject *suffix_propose(PY_FASTCALL)
 {
     enum { MOST = 1024 };

@@ -39,7 +39,7 @@ from .text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def read_model(folder: Path, tokenizer: Tokenizer, quantization: str | None = None) -> Spec:
+def read_model(folder: Path, tokenizer: Tokenizer, quantization: str | None) -> Spec:
     """What the folder says of the model, with the tokenizer's end of a sequence among the model's, and its weights
     quantised as is wanted."""
     spec = read_spec(folder, quantization)

@@ -37,9 +37,7 @@ class EngineCore(Holds):
         owner: the name of the engine's class, for messages
     """
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, owner: str, guesser: Guesser | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, owner: str, guesser: Guesser | None) -> None:
         self.runner: ModelRunner | None = runner  # None: closed
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)

@@ -17,8 +17,8 @@ class SuffixDrafter:
 
     is_free = is_measurable = True
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._index = SuffixIndex(capacity)
+    def __init__(self) -> None:
+        self._index = SuffixIndex(CAPACITY)
         self._prompts: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # their ends, by request
 
     def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:

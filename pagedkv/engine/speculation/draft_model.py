@@ -62,7 +62,7 @@ class DraftModel:
         return [found.get(seq.id, [])[:count] for seq, count in zip(sequences, counts, strict=True)]
 
     def take(self, sequences: list[Sequence]) -> None:
-        """They are looked at when guesses of them are wanted."""
+        """Nothing to do: guess() looks at the sequences."""
 
     def forget(self) -> None:
         self._runner.sampler.forget()

@@ -25,10 +25,9 @@ from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
 from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
-from .runner.batch_sizes import batch_sizes_of
 from .runner.make import make_runner, make_runners
 from .runner.model_runner import ModelRunner
-from .runner.plan import RunnerPlan, devices_of_ranks
+from .runner.plan import RunnerPlan, batch_sizes_of, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .speculation.draft_model import make_draft_model, plan_of_draft

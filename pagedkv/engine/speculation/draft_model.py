@@ -17,9 +17,8 @@ from pagedkv.models.hub import model_folder
 from pagedkv.models.registry import read_spec
 from pagedkv.models.spec import Spec
 
-from ..runner.batch_sizes import batch_sizes_of
 from ..runner.model_runner import ModelRunner
-from ..runner.plan import RunnerPlan
+from ..runner.plan import RunnerPlan, batch_sizes_of
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from ..speculative_config import NAME, SpeculativeConfig

@@ -20,7 +20,7 @@ def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> Non
             raise TypeError(f"{owner} has no option {name!r}{hint}")
 
 
-def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool = False) -> float:
+def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool) -> float:
     """The value as a float. Raises unless it is a number within the bounds (NaN is not); is_open: above the lowest."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r} but must be a number")

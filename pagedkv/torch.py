@@ -91,12 +91,8 @@ def attention_and_lse(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return *like("q")(a), a["q"].new_empty(num_heads, num_tokens, dtype=torch.float32)
 
 
-def merged(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    return (a["o"].new_empty(a["o"].shape[1:]),)
-
-
-def merged_and_lse(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    return *merged(a), a["lse"].new_empty(a["lse"].shape[1:])
+def merged(*names: str) -> Fake:
+    return lambda a: tuple(a[name].new_empty(a[name].shape[1:]) for name in names)
 
 
 def product(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -126,7 +122,7 @@ OPERATIONS = {
     "rope_append_kvcache": Operation(like("q"), writes=CACHES),
     "paged_attention_fwd": Operation(like("q"), lse=attention_and_lse),
     "plan_attention": Operation(),
-    "merge_attention_states": Operation(merged, lse=merged_and_lse),
+    "merge_attention_states": Operation(merged("o"), lse=merged("o", "lse")),
     "copy_blocks": Operation(outs=(), writes=("caches",)),
     "swap_blocks": Operation(outs=(), writes=("dst",)),
     "qk_norm_rope_store": Operation(queries, outs=("q_out",), writes=CACHES),

@@ -19,10 +19,9 @@ from fake_device import Device, FakeEvent, FakeGraph, FakeOps, FakeStream, FakeT
 from pagedkv import BlockManager, OutOfBlocks
 from pagedkv.engine.cache import pool
 from pagedkv.engine.cache.pool import KVCaches
-from pagedkv.engine.runner import batch_sizes, model_runner, step_graphs, step_memory
-from pagedkv.engine.runner.batch_sizes import batch_sizes_of
+from pagedkv.engine.runner import model_runner, plan, step_graphs, step_memory
 from pagedkv.engine.runner.model_runner import ModelRunner
-from pagedkv.engine.runner.plan import RunnerPlan
+from pagedkv.engine.runner.plan import RunnerPlan, batch_sizes_of
 from pagedkv.engine.sampling import logit_edits, sampler
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.step import Step
@@ -174,12 +173,12 @@ class LateRunner(ModelRunner):
 
     def __init__(self, device: Device, scheduler: Scheduler, manager: BlockManager, **options: object) -> None:
         spec = SimpleNamespace(vocab_size=2, kv_layers=[KVLayer(1, 1)])
-        plan = RunnerPlan(
+        its_plan = RunnerPlan(
             folder=Path(), spec=spec, is_dummy=True, devices=(device,), dtype="int64", kv_cache_dtype="int64",
             block_size=manager.block_size, max_model_len=scheduler.max_model_len, lora=None, batch_invariant=False,
             batch_sizes=batch_sizes_of(device, scheduler.max_num_seqs, spec), **options,
         )  # fmt: skip
-        super().__init__(plan, spec, Model(device), device, Places(device, "float32"))
+        super().__init__(its_plan, spec, Model(device), device, Places(device, "float32"))
         self.scheduler, self.stories = scheduler, dict[int, Story]()
         self.warm_up()
         self.allocate(manager)
@@ -276,6 +275,6 @@ def patch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in names.items():
         monkeypatch.setattr(model_runner, name, fake)
     monkeypatch.setattr(step_graphs, "Graph", FakeGraph)
-    for module in (batch_sizes, model_runner, pool, sampler, logit_edits, step_memory):
+    for module in (plan, model_runner, pool, sampler, logit_edits, step_memory):
         monkeypatch.setattr(module, "ops", FakeOps)
     monkeypatch.setattr(step_memory, "Tensor", FakeTensor)

@@ -23,8 +23,7 @@ from fake_model import LateRunner, LazyManager, Story, patch_engine
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.outputs import EngineCounters
-from pagedkv.engine.runner import batch_sizes
-from pagedkv.engine.runner.batch_sizes import max_rows
+from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.pipeline import Pipeline
 from pagedkv.engine.scheduling.scheduler import Scheduler
 from pagedkv.engine.scheduling.sequence import Sequence
@@ -109,7 +108,7 @@ class Traffic:
         )  # fmt: skip
         self.lazy = LazyManager(self.manager, rng, happened)
         budget = {"max_num_seqs": sizes.max_num_seqs, "max_num_batched_tokens": sizes.max_num_batched_tokens}
-        most = max_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, MAX_GUESSES)
+        most = plan.max_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, MAX_GUESSES)
         self.scheduler = Scheduler(self.lazy, **budget, max_model_len=500, max_num_rows=most)
         self.runner = runner_type(
             self.device, self.scheduler, self.lazy, **budget, enforce_eager=sizes.enforce_eager,
@@ -231,7 +230,7 @@ class Traffic:
 def run_schedule(rng: random.Random, happened: Counter[str], runner_type: type[LateRunner] = LateRunner) -> None:
     sizes = Sizes.drawn(rng)
     print(sizes)
-    batch_sizes.MOST_ROWS = rng.choice([5, 256])
+    plan.MOST_ROWS = rng.choice([5, 256])
     traffic = Traffic(rng, sizes, happened, runner_type)
     common = [[rng.randrange(50) for _ in range(30)] for _ in range(2)]
     num_requests = rng.randint(5, 25)
@@ -274,7 +273,7 @@ def test_what_an_interrupted_launch_was_to_bring_back_is_not_cached():
 @pytest.fixture
 def late(monkeypatch):
     """Puts fakes in place of what the engine takes from pagedkv."""
-    monkeypatch.setattr(batch_sizes, "MOST_ROWS", 256)
+    monkeypatch.setattr(plan, "MOST_ROWS", 256)
     patch_engine(monkeypatch)
 
 

@@ -15,8 +15,8 @@ from test_demo_model import draw_short, draw_uniform, wrong_answers
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
-from pagedkv.engine.runner.batch_sizes import batch_sizes, filling_sizes
 from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.engine.runner.plan import batch_sizes, filling_sizes
 from pagedkv.models.decoder import Decoder
 
 pytestmark = [

@@ -13,8 +13,7 @@ from pagedkv.engine import build as parts
 from pagedkv.engine.build import CPU, GPU, StepSize, step_size
 from pagedkv.engine.cache.pool import pages_on_cpu
 from pagedkv.engine.options import EngineOptions
-from pagedkv.engine.runner.batch_sizes import batch_sizes
-from pagedkv.engine.runner.plan import RunnerPlan
+from pagedkv.engine.runner.plan import RunnerPlan, batch_sizes
 from pagedkv.engine.runner.step_graphs import GRAPH_BYTES
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.models.dummy import DummyCheckpoint

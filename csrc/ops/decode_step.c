@@ -4,7 +4,6 @@
 
 #include "ops/shared.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 

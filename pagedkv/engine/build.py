@@ -25,10 +25,9 @@ from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
 from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
-from .runner.batch_sizes import batch_sizes_of
 from .runner.make import make_runner, make_runners
 from .runner.model_runner import ModelRunner
-from .runner.plan import RunnerPlan, devices_of_ranks
+from .runner.plan import RunnerPlan, batch_sizes_of, devices_of_ranks
 from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .speculation.draft_model import make_draft_model, plan_of_draft
@@ -39,7 +38,7 @@ from .text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def read_model(folder: Path, tokenizer: Tokenizer, quantization: str | None = None) -> Spec:
+def read_model(folder: Path, tokenizer: Tokenizer, quantization: str | None) -> Spec:
     """What the folder says of the model, with the tokenizer's end of a sequence among the model's, and its weights
     quantised as is wanted."""
     spec = read_spec(folder, quantization)

@@ -35,8 +35,8 @@ def control_of(engine: Control, name: str) -> Callable[..., Any]:
 
 
 def call_later(engine: Control, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Future[Any]:
-    """The result to come of such a method, called in a thread of its own: each of a pool's may be waiting for the call
-    that ends its wait."""
+    """Calls such a method in a thread of its own, and returns the future of its result. A pool of threads would not do:
+    all of them may be waiting for the one call that ends their wait."""
     method, future = control_of(engine, name), Future[Any]()
 
     def run() -> None:

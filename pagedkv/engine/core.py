@@ -37,9 +37,7 @@ class EngineCore(Holds):
         owner: the name of the engine's class, for messages
     """
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, owner: str, guesser: Guesser | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, owner: str, guesser: Guesser | None) -> None:
         self.runner: ModelRunner | None = runner  # None: closed
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)
@@ -176,7 +174,7 @@ class EngineCore(Holds):
     def _recover(self, error: BaseException) -> None:
         """After an error in a step. The steps on their way are lost, but nothing that the host knows. What ran is tried
         again in smaller and smaller groups; a request that fails alone, and no other, gets the error."""
-        if self.runner is not None and isinstance(error, GroupError):  # of a kernel: who waited for it got it
+        if self.runner is not None and isinstance(error, GroupError):  # of a kernel that was waited for
             assert self.runner.team is not None, "there are other ranks"
             error = self.runner.team.blame(error)
         if self.runner is None or isinstance(error, RankError):
@@ -220,7 +218,7 @@ class EngineCore(Holds):
         del self._pipeline
 
     def die(self, error: BaseException) -> None:
-        """After an error that no step can be blamed for: whoever waits gets it, and nothing is served any more."""
+        """After an error that no step can be blamed for: all that wait get it, and nothing is served any more."""
         with self._lock:
             self._is_closed, self._death = True, error
         logger.critical("this %s can serve nothing any more", self._owner, exc_info=error)
@@ -235,7 +233,7 @@ class EngineCore(Holds):
 
 
 def _lose(ref: weakref.ref[EngineCore], error: BaseException) -> None:
-    """A rank has failed, perhaps while the engine is idle: its thread is to know."""
+    """Tells the engine's thread, which may be idle, that a rank has failed."""
 
     def fail() -> None:
         core = ref()

@@ -1,4 +1,4 @@
-"""Holds: why an engine makes no steps for now, and who waits for that."""
+"""Holds: why an engine makes no steps for now, and the callers that wait until it makes none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OBSTACLES = {"pause": "paused", "sleep": "asleep", "update": "taking new weights
 
 
 class Wait(NamedTuple):
-    """For no step to be made."""
+    """Of a caller, until no step is made."""
 
     reason: str
     mode: PauseMode
@@ -67,7 +67,7 @@ class Holds(ActionThread):
             raise
 
     def release(self, reason: str) -> None:
-        """The reason to hold is gone. Who still waits for it hears so."""
+        """Ends the hold for this reason, and the waits for it."""
         self.holds.discard(reason)
         self._end_waits([wait for wait in self._waits if wait.reason == reason])
         self._show_holds()
@@ -86,7 +86,7 @@ class Holds(ActionThread):
         self.book.obstacle = " and ".join(f"is {OBSTACLES[reason]}" for reason in sorted(self.holds)) or None
 
     def _settle(self) -> None:
-        """Holds where somebody waits for it, and nothing stands in the way any more."""
+        """Begins the holds that callers wait for, where no request stands in the way any more."""
         for wait in list(self._waits):
             if wait in self._waits and (wait.mode != "wait" or self.holds or self.book.is_settled):
                 self.add_hold(wait.reason)

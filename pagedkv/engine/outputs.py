@@ -121,7 +121,7 @@ class EngineCounters:
         return replace(self)
 
 
-WINDOW = 4096  # answers: the last ones, of which the percentiles are
+WINDOW = 4096  # the percentiles are of so many last answers
 PERCENTILES = (50, 90, 99)
 
 

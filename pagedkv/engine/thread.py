@@ -50,14 +50,14 @@ class ActionThread(ABC):
         return self.ask(action).result()
 
     def ask(self, action: Callable[[], T]) -> Future[T]:
-        """As call(), for who does not wait here: the result to come. One that is cancelled before is not made."""
+        """As call(), for a caller that does not wait. An action is not run if its future is cancelled before."""
         future = self._ask(action)
         if future is None:
             raise self._closed()
         return future
 
     def _ask(self, action: Callable[[], T]) -> Future[T] | None:
-        """The result to come; None once it is closed."""
+        """The future of the result; None once it is closed."""
         self.refuse_own_thread()
         future: Future[T] = Future()
 

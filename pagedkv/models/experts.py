@@ -19,7 +19,7 @@ class ExpertLinear:
     """x @ weight.T of experts, which have one weight [num_experts, out_features, in_features]: the only caller of
     expert_linear."""
 
-    def __init__(self, weight: Weight, comm: Communicator | None = None, batch_invariant: bool = False) -> None:
+    def __init__(self, weight: Weight, comm: Communicator | None, batch_invariant: bool) -> None:
         """comm, batch_invariant: see Linear."""
         self.weight, self.comm, self.batch_invariant = weight, comm, batch_invariant
 

@@ -32,7 +32,7 @@ from .watch import OF_GROUP, RankError, Watch
 class Team:
     """Of the first rank. Any thread may close it; the other methods are for one at a time."""
 
-    def __init__(self, module: str, num_ranks: int, slot_bytes: int, num_threads: int | None = None) -> None:
+    def __init__(self, module: str, num_ranks: int, slot_bytes: int, num_threads: int | None) -> None:
         """num_threads: of each rank's operations on the CPU; None: as many as there would be."""
         if not sys.executable:
             raise RuntimeError("sys.executable is empty: there is no interpreter to start the other ranks with")

@@ -34,7 +34,7 @@ class Piece:
 
 
 class Answers:
-    """All answers to the prompts of an HTTP request. Iterate over pieces() once; whoever leaves it ends them.
+    """All answers to the prompts of an HTTP request. Iterate over pieces() once; leaving the loop early ends them.
 
     Nothing of the engine waits for the reader: a slow one finds several tokens in a piece, because the streams of an
     EngineClient put together what has not been taken.

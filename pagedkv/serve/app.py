@@ -1,4 +1,4 @@
-"""The ASGI application: which path goes where, who may ask, and what a failure looks like."""
+"""The ASGI application: its routes, who may call them, and what a failure looks like."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_app(
 
         return run
 
-    server.shows_aborts = with_admin  # who pauses wants what is there
+    server.shows_aborts = with_admin  # a client that pauses the engine wants what the answers have so far
     page, admin = Page().routes if with_page else (), ADMIN_ROUTES if with_admin else ()
     routes, middleware = [*ROUTES, *admin, *page], []
     if origins:

@@ -86,7 +86,7 @@ class AnswerFile:
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{self.path}:{number}"
-                if not line.startswith(START[: len(line)]):  # whoever wrote it wants to keep it
+                if not line.startswith(START[: len(line)]):  # somebody else wrote it, and wants to keep it
                     raise ValueError(f"{where}: no answer of a batch")
                 if not line.endswith(b"\n"):  # cut by a kill
                     break

@@ -1,6 +1,6 @@
 """What families of models write beside plain text: thoughts, and calls of tools. parser.py runs these tables of states.
 
-A table is found by the chat template: whoever wrote it has shown the model what to write.
+A table is found by the chat template, which has shown the model what to write.
 """
 
 from __future__ import annotations

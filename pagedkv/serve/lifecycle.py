@@ -67,7 +67,7 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
 
     def __init__(self, server: Server, app: Any, *, drain_timeout: float | None = None, **how: Any) -> None:
         # backlog: asyncio accepts so many connections at a time. With one, those of a burst are shared among processes
-        # that listen at the same socket: whoever is idle takes the next.
+        # that listen at the same socket: an idle one takes the next.
         super().__init__(
             uvicorn.Config(
                 app, http=Http1, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False,

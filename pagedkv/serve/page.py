@@ -64,7 +64,7 @@ class Page:
         now = asyncio.get_running_loop().time()
         if self._view is None or (self._view.done() and now - self._time >= FRESH):
             self._view, self._time = asyncio.ensure_future(server.client.view()), now
-        view = self._view  # of everybody who asks meanwhile: none of them cancels it
+        view = self._view  # shared by all requests meanwhile: none of them cancels it
         done, _ = await asyncio.wait({view}, timeout=PATIENCE)
         if not done:
             raise ApiError(503, f"the engine has been in a step for more than {PATIENCE:.0f} s")

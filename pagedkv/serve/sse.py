@@ -13,7 +13,7 @@ from .errors import ApiError
 
 EVENTS, JSON = "text/event-stream; charset=utf-8", "application/json"
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"  # which clients pass over
+COMMENT = b": keep-alive\n\n"  # a comment, which clients ignore
 DIRECT = "pagedkv.send"  # in an ASGI scope: the server's own send()
 
 

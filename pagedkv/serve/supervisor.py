@@ -1,8 +1,8 @@
 """The processes of a server: an engine, front ends, and this one, which starts, replaces and ends them.
 
-Signals come here, and front ends are told what to do. Whoever is killed takes nobody along who could go on, and leaves
-nobody behind: the engine ends with the pipe to this process, and a front end with the engine. A front end that ends by
-itself is replaced; an engine that does ends the server.
+Signals come here, and front ends are told what to do. A process that is killed takes none along that could go on, and
+leaves none behind: the engine ends with the pipe to this process, and a front end with the engine. A front end that
+ends by itself is replaced; an engine that does ends the server.
 """
 
 from __future__ import annotations

@@ -31,16 +31,16 @@ static inline weight_form form_of(const pk_weight &weight)
     return !weight.scales ? AS_X : weight.dtype == PK_U8 ? IN_INT4 : IN_FLOAT8;
 }
 
-/* few.cu: few tokens of 16 bits, where the time is that of reading the weights of their experts once. */
+/* few.cu: few tokens of 16 bits, in little more than the time of reading their experts' weights once. */
 bool pk_cuda_experts_few_applies(const pk_expert_linear_args *args);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few;
-/* few_quantised.cu: what of it is the weight's in float8 or int4. */
+/* few_quantised.cu: the same by weights in float8 or int4. */
 bool pk_cuda_experts_few_quantised_applies(const pk_expert_linear_args *args);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_few_quantised;
 
-/* Pairs of one expert that are multiplied together. */
+/* Pairs of one expert that are multiplied together: `count` of `order` from `first` on. */
 struct pk_expert_group {
-    int expert, first, count; /* num_experts: out of range, taken for zeros; of `order`, from where on and how many */
+    int expert, first, count; /* expert: num_experts where it is out of range, and taken for zeros */
 };
 /* The pairs by expert. */
 struct pk_expert_groups {
@@ -58,14 +58,14 @@ __host__ __device__ static inline int64_t pk_most_groups(const pk_expert_linear_
 /* grouped.cu: any number of tokens of 16 bits on Hopper, quantised weights, too. */
 bool pk_cuda_experts_grouped_applies(const pk_expert_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_expert_linear_args> pk_cuda_experts_grouped;
-/* Whether both products of a layer can have one list, which its second one's x is in the order of; and such a layer. */
+/* Whether both products of a layer can share one list, in whose order the second product's x lies; and such a layer. */
 bool pk_cuda_experts_share_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
                                  const pk_cuda_device *device);
 pk_status pk_cuda_experts_with_shared_lists(const pk_expert_linear_args *up, const pk_expert_linear_args *down,
                                             const pk_cuda_call &call);
 
-/* many.cu: what of it is more pairs by weights of 16 bits; they have been listed. Rows of out, or of x, may be those of the
- * lists, one behind the other by its pair stride, instead of where their tokens and pairs are. */
+/* many.cu: many pairs by weights of 16 bits, after the pairs have been listed. Rows of out or of x may lie in the order of
+ * the lists, a pair stride apart, instead of where their tokens and pairs are. */
 enum expert_order { AS_PAIRS, TO_ORDER, FROM_ORDER };
 bool pk_cuda_experts_many_applies(const pk_expert_linear_args *args);
 pk_status pk_cuda_experts_many(const pk_expert_linear_args *args, const pk_expert_groups &lists, expert_order order,

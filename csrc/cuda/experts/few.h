@@ -7,7 +7,7 @@
 #include "cuda/mma.h"
 #include "cuda/pack.h"
 
-/* An expert and, for each column of its product, a pair whose product that is, or -1: column t is token t's. */
+/* An expert, and the pairs that its product is made for: column t has token t's pair, or -1. */
 struct expert_entry {
     int expert; /* negative: out of range, and taken for zeros */
     int16_t pairs[EXPERT_ROWS];
@@ -158,7 +158,7 @@ struct expert_few_cta {
         }
     }
 
-    /* Of the row of x that this thread has, some of the same line: 8 inputs each, from columns of the line on. */
+    /* COUNT times 8 inputs of this thread's row of x: the i-th from column_of(i) of the place's line on. */
     template <int COUNT, typename Column>
     __device__ __forceinline__ void load_row(uint4 (&bits)[COUNT], const expert_place &at, Column column_of) const
     {
@@ -171,7 +171,7 @@ struct expert_few_cta {
         for (int i = 0; i < COUNT; i++)
             if (first + column_of(i) < size) bits[i] = *(const uint4 *)(row + first + column_of(i));
     }
-    /* An entry's products, weighed, to the tile's sums: of the columns that are its pairs, whatever the others are. */
+    /* Adds an entry's weighed products to the tile's sums. Columns without a pair are left out, whatever they hold. */
     __device__ __forceinline__ void add(float (&total)[4], float (&acc)[4], int entry) const
     {
         for (int i = 0; i < 4; i++) {

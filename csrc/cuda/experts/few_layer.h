@@ -92,7 +92,7 @@ struct layer_cta : layer_route<T> {
     {
         for (int i = 0; i < 4; i++) shared.sums[turn][warp][i * 32 + lane] = acc[i];
     }
-    /* Of the row-th of a unit's 16 rows by a token, all warps'. */
+    /* The product of a token by the row-th of a unit's 16 rows, summed over all warps. */
     __device__ __forceinline__ float sum_of(int turn, int row, int token) const
     {
         float sum = 0;
@@ -103,7 +103,7 @@ struct layer_cta : layer_route<T> {
     {
         return params.words->act + ((token * LAYER_CHOSEN + j) * params.width + column) / 2;
     }
-    /* A unit's 8 outputs of each token, two in a word, to all CTAs: by two warps. */
+    /* Two warps tell all CTAs a unit's 8 outputs of each token, two in a word. */
     __device__ __forceinline__ void tell_act(int unit, int turn) const
     {
         const layer_item its = layer_unit(params, unit, warp);
@@ -157,7 +157,7 @@ struct layer_cta : layer_route<T> {
     __device__ __forceinline__ void hear_act(layer_row &to, layer_row_words &words, const uint64_t *from) const
     {
         for (;;) {
-            int missing = -1; /* which all that are missing are waited with: others need the memory */
+            int missing = -1; /* one that is missing: it alone is polled, because others need the memory */
             for (int line = 0; line < LAYER_LINES; line++)
                 for (int p = 0; p < 2; p++)
                     for (int i = 0; i < 4; i++)
@@ -199,7 +199,7 @@ struct layer_cta : layer_route<T> {
             multiply(acc, item, act);
             __syncwarp();
             copy(item + LAYER_SLOTS);
-            for (int i = 0; i < 4; i++) { /* of the tokens that have the expert, whatever the others are */
+            for (int i = 0; i < 4; i++) { /* tokens without the expert are left out, whatever their sums are */
                 const int token = quad * 2 + i % 2;
                 if (shared.pairs[rank][token] >= 0) total[i] += shared.weights[rank][token] * acc[i];
             }

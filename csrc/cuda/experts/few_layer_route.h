@@ -126,7 +126,7 @@ struct layer_route {
             for (int i = 0; i < LAYER_EXPERTS / 32; i++)
                 if (winner == i * 32 + lane) keys[i] = 0;
         }
-        /* Of those that were chosen: what they all would be divided by before is no part of it. */
+        /* By the sum of the chosen weights where they are normalised: the softmax's own divisor would cancel. */
         weight /= pk_sum_over_warp(params.normalizes ? weight : sum);
         if (is_bad) weight = NAN;
         if (is_bad && lane == 0 && blockIdx.x == 0) pk_record_bad_id(bad_id, PK_BAD_ROUTE, warp, 0, 0);

@@ -81,7 +81,7 @@ struct grouped_cta {
 
     // --- the warps that copy
 
-    /* Rows of x that a thread copies 16 bytes of each line of; NULL: zeros. */
+    /* The rows of x of which this thread copies 16 bytes in each line; NULL: zeros instead. */
     __device__ __forceinline__ void find_rows(const T *(&rows)[shape::ROWS_OF_COPIER],
                                               const pk_expert_group &group) const
     {
@@ -106,7 +106,7 @@ struct grouped_cta {
         }
         copy_async_commit();
     }
-    /* Ordinary copies and stores are no work of the engine's: a fence stands between them and the products. */
+    /* Makes ordinary copies and stores visible to the matrix units, as the copy engine's are by themselves. */
     __device__ __forceinline__ void show_x(int stage) const
     {
         fence_async_proxy();
@@ -176,7 +176,7 @@ struct grouped_cta {
     }
     __device__ __forceinline__ void copy_all() const
     {
-        /* A stage is released when the next one is being multiplied: so two of them must have been shown. */
+        /* A stage is released while the next one is multiplied, so at least two stages must have been shown. */
         const int most_behind = min(num_stages - 2, (int)GROUPED_MOST_BEHIND);
         int stage = 0, parity = 1, shown = 0, num_behind = 0; /* shown: the stage whose x is waited for next */
         auto next_of = [&](int stage) { return stage + 1 == num_stages ? 0 : stage + 1; };

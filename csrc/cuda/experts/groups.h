@@ -12,7 +12,7 @@ enum {
 
 __host__ __device__ static inline int rounded_up(int count, int of) { return (count + of - 1) / of * of; }
 
-/* An expert's pairs are divided evenly: of each group but the last one, which may have fewer. */
+/* The rows of each group of an expert's pairs, which are divided evenly; the last group may have fewer. */
 __host__ __device__ static inline int rows_of_group(int count, int most)
 {
     const int groups = (count + most - 1) / most;

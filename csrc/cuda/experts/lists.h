@@ -1,5 +1,5 @@
-/* lists.h - the pairs of few tokens by expert, listed by each CTA for itself in shared memory: a kernel less, and one that
- * the product would wait for. For more of them lists.cu does it once. */
+/* lists.h - lists the pairs of few tokens by expert. Each CTA does it for itself in shared memory, which saves a kernel that
+ * the product would wait for. For more pairs lists.cu does it once. */
 #ifndef PK_CUDA_EXPERTS_LISTS_H
 #define PK_CUDA_EXPERTS_LISTS_H
 

@@ -43,8 +43,8 @@ struct many_cta {
         barrier_init_fence();
     }
     __device__ __forceinline__ void find_tiles() { num_tiles = *params.lists.num_groups * params.num_blocks; }
-    /* Those of a group are neighbours. Of the last one where there is no such tile: the next tile's group is asked for while
-     * this one is worked at. */
+    /* Tiles of a group are neighbours. Behind the last tile it is the last one's group, because the next tile's group is
+     * asked for while this one is worked at. */
     __device__ __forceinline__ pk_expert_group group_of(int tile) const
     {
         return params.lists.groups[min(tile, num_tiles - 1) / params.num_blocks];
@@ -87,7 +87,7 @@ struct many_cta {
             }
         }
     }
-    /* Rows of x that this thread copies 16 bytes of each line of, from where on, in 16 bytes; NOBODYS: none. */
+    /* Where the rows of x begin, in units of 16 bytes, of which this thread copies 16 bytes in each line; NOBODYS: no row. */
     static constexpr int NOBODYS = INT32_MIN;
     __device__ __forceinline__ void find_rows(int (&rows)[ROWS_OF_COPIER], const pk_expert_group &group,
                                               int thread) const
@@ -140,8 +140,9 @@ struct many_cta {
 
     // --- the warpgroups that multiply
 
-    /* Where they take turns: one waits for its own before the tile's first step, and gives the other one its after it has
-     * started the last. Without that it could take a full stage for one that is full later: a parity tells no more. */
+    /* Where they take turns: a warpgroup waits for its turn before a tile's first step, and gives the turn away after it has
+     * started the last. Otherwise it could take a stage that is full now for the one that will be full a round later: a
+     * parity does not tell them apart. */
     __device__ __forceinline__ void wait_for_turn() const { named_sync(TURN_OF_FIRST + warp / 4, MANY_WORKERS); }
     __device__ __forceinline__ void give_turn() const { named_arrive(TURN_OF_FIRST + 1 - warp / 4, MANY_WORKERS); }
     /* Rows of a tile that a warpgroup's begin with. */

@@ -23,7 +23,7 @@ struct linear_few_params {
     size_t smem_bytes;       /* of a CTA */
 };
 
-/* How a weight comes: in pieces of 16 bytes, of which a thread copies some in a row of the weight for each line. */
+/* How a weight is copied: in pieces of 16 bytes. A line of a row is four threads' pieces. */
 struct few_form {
     int bits;   /* of a value */
     int pieces; /* of a thread in a row; a line has those of four threads */
@@ -32,7 +32,7 @@ struct few_form {
     constexpr int line() const { return 4 * pieces * piece(); }
     /* Of 16 outputs by a line, for each warp. */
     constexpr int slot_bytes(int warps) const { return warps * 32 * 2 * pieces * 16; }
-    /* How many of those each warp has in flight where there is room: 96 or 160 KB a CTA. */
+    /* Slots that each warp has in flight where there is room: 96 or 160 KB a CTA. */
     constexpr int depth(int warps) const { return (warps == FEW_WARPS ? 6 : 5) * 2 / pieces; }
 };
 static constexpr few_form FEW_16_BIT = {16, 2}, FEW_FP8 = {8, 2}, FEW_INT4 = {4, 1};
@@ -40,7 +40,7 @@ static constexpr few_form few_form_of(pk_dtype weight)
 {
     return weight == PK_F8E4M3 ? FEW_FP8 : weight == PK_U8 ? FEW_INT4 : FEW_16_BIT;
 }
-/* Of all warps, for a tile of so many blocks: they lie behind the ring, or in its place. */
+/* Bytes of all warps' sums of a tile of so many blocks. They lie behind the ring, or in its place. */
 static constexpr int sums_bytes(int warps, int64_t num_rows, int64_t blocks)
 {
     return warps * (int)(num_rows * (blocks * BLOCK + 4)) * 4;

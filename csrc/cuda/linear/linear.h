@@ -6,7 +6,7 @@
 #include "cuda/sm90.h"
 #include "ops/linear.h"
 
-/* few.cu: few rows, where the time is that of reading the weight; knows all that linear fuses. */
+/* few.cu: few rows, in little more than the time of reading the weight; it has all that linear fuses. */
 bool pk_cuda_linear_few_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
 /* few_quantised.cu: the same of a weight in float8 or int4, which does not divide by squares: up to 64 rows, where they may
@@ -14,8 +14,8 @@ pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few;
 bool pk_cuda_linear_few_quantised_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_few_quantised;
 
-/* What the kernels of Hopper's matrix units have in common: whether they can read x and weight (of 16 bits, by bulk
- * tensor copies), and the map of a matrix of in_features, in boxes of 64 of them by so many rows. */
+/* For the kernels of Hopper's matrix units: whether they can read x and weight (16 bits, by bulk tensor copies), and the
+ * map of such a matrix, in boxes of 64 in_features by box_rows rows. */
 bool pk_cuda_linear_fits_wgmma(const pk_linear_args *args, const pk_cuda_device *device);
 pk_status pk_cuda_linear_map(CUtensorMap *map, const char *name, const pk_linear_args *args, const void *data,
                              int64_t rows, int64_t stride, int64_t box_rows, pk_error *err);
@@ -33,7 +33,7 @@ static inline bool pk_cuda_blas_adds_bias(const pk_linear_args *args)
 {
     return args->epilogue.bias && args->epilogue.adds_to_out && args->epilogue.out_dtype != PK_F32;
 }
-/* What linear_algorithms and use_linear_algorithm do, for a call that cuBLASLt answers; it has been loaded. */
+/* linear_algorithms and use_linear_algorithm, for a call that cuBLASLt answers. The library has been loaded. */
 pk_status pk_cuda_linear_list(const pk_linear_args *args, const pk_cuda_call &call, const pk_linear_algorithm *near,
                               pk_linear_choices *choices);
 pk_status pk_cuda_linear_choose(const pk_linear_args *args, const pk_cuda_call &call,
@@ -49,8 +49,8 @@ pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;
 bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_wide;
 
-/* dequantize.cu: how many rows of a quantised weight are dequantised at once, into scratch memory, and does so for `count`
- * of them from `first` on, to [count, in_features] of x's dtype. */
+/* dequantize.cu: how many rows of a quantised weight are dequantised at once; and dequantises `count` rows from `first` on
+ * to [count, in_features] of x's dtype. */
 int64_t pk_cuda_dequantized_rows(const pk_linear_args *args);
 pk_status pk_cuda_dequantize(const pk_linear_args *args, int64_t first, int64_t count, void *to,
                              const pk_cuda_call &call);

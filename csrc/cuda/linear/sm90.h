@@ -167,7 +167,7 @@ struct sm90_cta {
         };
         multiply_stages(acc, num_steps, num_stages, stage, parity, multiply, [&](int stage) { release(stage); });
     }
-    /* Leaves a tile's sums where they are written from. The ring's `stage` and `parity` go on. */
+    /* Multiplies a tile and leaves its sums in shared memory. The ring's `stage` and `parity` go on. */
     __device__ __forceinline__ void fill_sums(float *sums, int &stage, int &parity) const
     {
         float acc[N / 2] = {};
@@ -175,7 +175,7 @@ struct sm90_cta {
         named_sync(1, WORKERS); /* the sums may lie where the ring is */
         if (multiplies()) leave_sums<N>(acc, sums, warp, lane);
     }
-    /* Where the sums of CTA `from` of the cluster lie in the inbox of another one, which has none of its own. */
+    /* Where CTA `to` of the cluster finds the sums of CTA `from` in its inbox, which has no place for its own. */
     __device__ __forceinline__ int place_in_inbox(int from, int to) const { return from - (from > to); }
     /* Sends the other CTAs of the cluster the sums of the rows that they write, and waits for theirs. */
     __device__ __forceinline__ void exchange_sums() const

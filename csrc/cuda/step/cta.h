@@ -13,7 +13,7 @@ STEP_FN void step_meet() /* consumers */
     sm90::named_sync(STEP_ATTENDING, STEP_CONSUMING);
 }
 
-/* Of two sets of sums, in turns: who waits for whom is the same for both sides. */
+/* Which of two sets of sums is next. The consumers and the sender take the sets in the same turns. */
 struct step_turns {
     uint32_t uses = 0;
     __device__ int turn() const { return uses & 1; }
@@ -88,9 +88,10 @@ struct step_cta {
 
 STEP_FN float2 step_pair(uint32_t bits) { return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)}; }
 
-/* Waits for what this CTA, its copies or its cluster's CTAs bring. It comes whatever other teams do, because who gives up
- * on those goes on to its end; so nobody leaves while something is sent to it. Should it not come all the same, for a map
- * that is wrong, say, the step counts as failed after some seconds. `over`: the failure after which it may never come. */
+/* Waits for what this CTA, its copies or its cluster's CTAs bring. It comes whatever other teams do, because a CTA that
+ * gives up on them still goes on to its end; so no CTA leaves while something is sent to it. Should it not come all the
+ * same, because a map is wrong, say, the step counts as failed after some seconds. `over`: the failure after which it may
+ * never come. */
 STEP_FN void step_wait_near(const step_cta &cta, uint32_t barrier, uint32_t parity, uint32_t over = 2)
 {
     enum : uint32_t { LIMIT_NS = 3500000000u }; /* step_now() tells four seconds apart */
@@ -209,7 +210,7 @@ struct step_letters {
     }
 };
 
-/* Where the team is no cluster: a warp that fetches its share of each kind, never nothing: or it would run ahead. */
+/* Where the team is no cluster: a warp that fetches its share of each kind. No share is empty, or the warp would run ahead. */
 struct step_fetcher {
     step_cta &cta;
     step_waiter waiter{cta.params};

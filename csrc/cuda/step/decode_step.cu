@@ -175,10 +175,7 @@ pk_status pk_cuda_decode_step(const pk_decode_step_args *args, const pk_cuda_cal
     PK_TRY(expect_room(call, kernel, config, num_teams, in_clusters));
     PK_TRY(read_weights(*args, &params, call.err));
     const int64_t needed = pk_step_num_words(params.args);
-    if (args->needed_words) {
-        *args->needed_words = needed;
-        return PK_OK;
-    }
+    if (args->needed_words) return *args->needed_words = needed, PK_OK;
     if (args->num_words < needed)
         return pk_fail(call.err, PK_ESHAPE, "words: dim 0 is %lld but must be %lld: see decode_step_words",
                        (long long)args->num_words, (long long)needed);

@@ -12,7 +12,8 @@
 template <bool IS_CLUSTER>
 STEP_FN void step_begin(const step_cta &cta)
 {
-    const int num_stages = cta.params.num_stages, thread = threadIdx.x;
+    const pk_step_params &params = cta.params;
+    const int num_stages = params.num_stages, thread = threadIdx.x;
     if (thread < 2 * num_stages)
         sm90::barrier_init(cta.barriers() + thread * 8, thread < num_stages ? 1 : STEP_CONSUMERS);
     else if (thread < 2 * num_stages + STEP_MAILS) {
@@ -21,9 +22,9 @@ STEP_FN void step_begin(const step_cta &cta)
         if (IS_CLUSTER) sm90::barrier_arrive_expect(cta.mail_barrier(kind), cta.at.mails[kind].count() * 4);
     }
     sm90::barrier_init_fence();
-    const int table_words = cta.args.num_layers * (int)sizeof(pk_step_layer) / 8;
+    const int table_words = params.args.num_layers * (int)sizeof(pk_step_layer) / 8;
     for (int i = thread; i < table_words; i += step_threads(IS_CLUSTER))
-        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)cta.params.layers)[i];
+        ((uint64_t *)(cta.smem + cta.at.table))[i] = ((const uint64_t *)params.layers)[i];
     __syncthreads();
     if (IS_CLUSTER) sm90::cluster_arrive(); /* whoever sends waits for the others' barriers */
 }

@@ -32,8 +32,8 @@ STEP_FN uint32_t step_now() /* ns, of which four seconds are told apart */
     asm volatile("mov.u32 %0, %globaltimer_lo;" : "=r"(ns));
     return ns;
 }
-/* The same value, of which the compiler knows nothing: what is made of it is made anew in each layer, because keeping it
- * would take registers that there are not; and it is made here. */
+/* The same value, hidden from the compiler: what depends on it is computed anew in each layer, and here, because there are
+ * no registers to keep it. */
 template <typename T>
 STEP_FN T step_fresh(T x)
 {

@@ -7,11 +7,11 @@
  *     x -> q k v -> parts of attention -> attention -> sums -> x -> activations -> sums -> x
  *
  * A team is a cluster, whose CTAs write into each other's shared memory; or 16 CTAs that leave words in global memory.
- * Either way what one has for another lies in its shared memory when a barrier says so (mail.h). Words in global memory
- * say themselves whether they are there: 4 bytes of data, 4 of epoch; sums between teams do so in their last bits.
+ * Either way a CTA's mail lies in its own shared memory when a barrier says so (cta.h). Words in global memory say
+ * themselves whether they are new: 4 bytes of data, 4 of epoch; sums between teams say so in their last bits.
  *
- * A place may be written over as soon as all who read it have answered by what the writer has waited for. Around the circle
- * every CTA of a team waits for all of its team, so one buffer of each kind is enough; between teams it takes two.
+ * A place may be written over once its writer has waited for something that each reader sends only after reading. In each
+ * round every CTA waits for its whole team, so a team needs one buffer of each kind; between teams it takes two.
  */
 #ifndef PK_CUDA_STEP_H
 #define PK_CUDA_STEP_H

@@ -181,7 +181,7 @@ def num_blocks_of(num_blocks: int | None, kv_cache_memory: int | None, caches: K
 
 
 def resize_pool(manager: BlockManager, resize: Callable[[int], None], num_blocks: int) -> None:
-    """Between two steps; resize: the caches. At any time all pages of the manager have memory."""
+    """Between two steps; resize() is the caches'. At any time all pages of the manager have memory."""
     if num_blocks > manager.num_blocks:
         resize(num_blocks)
         manager.resize(num_blocks)

@@ -243,7 +243,7 @@ class Mailbox:
         # By Request.key; single operations of a dict are atomic.
         self._requests: dict[int, Request] = {}
         self._expected: dict[int, None] = {}  # a set: which have updates to come
-        self._lock = threading.Lock()  # of the one who waits
+        self._lock = threading.Lock()  # of the thread that waits
 
     def expect(self, request: Request) -> None:
         """Its updates come here, the last of them for sure."""

@@ -37,7 +37,7 @@ class Guesser(Protocol):
         """For Scheduler.schedule(). No step is on its way."""
 
     def learn(self, step: Step, seconds: float) -> None:
-        """Its tokens are in its sequences, so many seconds after those of the step before."""
+        """The step's tokens are in its sequences. seconds: since those of the step before."""
 
     def forget(self) -> None:
         """An error has lost the steps on their way."""

@@ -25,9 +25,9 @@ NO_TABLE = np.empty((0, 0), np.int32)
 class StepHeader(NamedTuple):
     """What is to be known of a step besides its arrays, in integers."""
 
-    num_tokens: int  # of a step that only decodes with padding, and so are its ...
-    num_seqs: int  # ... sequences
-    num_rows: int  # that are sampled; no padding
+    num_tokens: int  # where the step only decodes: with padding
+    num_seqs: int  # the same
+    num_rows: int  # that are sampled, without padding
     max_seqlen_q: int
     only_decodes: bool
     has_guesses: bool

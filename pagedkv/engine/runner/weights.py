@@ -33,8 +33,9 @@ class RunnerWeights:
         return sum(len(place.names) for place in self._places.missing)
 
     def give_back(self, keeps: bool) -> None:
-        """Of the device. keeps: they are kept on the host, where those of the CPU are anyway; else they are missing,
-        until update() has had all of them. MemoryError, and no change: the host has too little memory."""
+        """Gives their memory back to the device. keeps: the host keeps their content (that of the CPU is there anyway);
+        else they are missing until update() has written all of them. MemoryError, and no change: the host has too
+        little memory."""
         memory = self._places.memory
         if not keeps:
             self._kept = None

@@ -23,7 +23,7 @@ WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # in xgrammar's sources
 
 
 class Grammars:
-    """Compiles masks for the tokens of a model. For any thread; whoever calls mask() waits for the compilation, which
+    """Compiles masks for the tokens of a model. For any thread; the caller of mask() waits for the compilation, which
     takes from a millisecond to seconds the first time, and lets go of the interpreter lock meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer, config: Spec) -> None:

@@ -41,7 +41,7 @@ class Sampler:
 
     def __init__(
         self, model: Model, vocab_size: int, device: str, *, max_num_seqs: int, max_num_rows: int, max_model_len: int,
-        is_shared: bool = False,
+        is_shared: bool,
     ) -> None:  # fmt: skip
         """max_num_rows: at least max_num_seqs; is_shared: the vocabulary is divided among ranks, which would have to
         gather logits."""

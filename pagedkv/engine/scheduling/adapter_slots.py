@@ -12,7 +12,7 @@ class AdapterSlots:
     """Adapters count by their content. A slot is written by the step in which the first sequence with its adapter
     starts: steps run in order, so those before have read what it held."""
 
-    def __init__(self, num_slots: int = 0) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, the one used least recently first
         self._num_running: dict[bytes, int] = {}  # sequences that pin it

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Queues:
-    """Who waits, and who runs.
+    """The sequences that wait, and those that run.
 
     tokens_per_step: the most tokens that a step computes; max_loras: adapters that running sequences may have
     """
@@ -47,10 +47,10 @@ class Queues:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept the KV in host pages
         self._logged: set[int] = set()  # levels
-        self.refused: Sequence | None = None  # who did not fit, and ...
+        self.refused: Sequence | None = None  # the sequence that did not fit, and ...
         self._num_free = 0  # ... how many pages were free then
 
-    # --- who waits
+    # --- sequences that wait
 
     def waiting(self) -> Iterator[Sequence]:
         for priority in self._priorities:

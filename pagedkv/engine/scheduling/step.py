@@ -41,7 +41,7 @@ class Step:
     sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     known: list[int] = field(default_factory=list)  # ... except of these, whose tokens are in Sequence.new_tokens
     is_same_batch: bool = False  # the sequences of the step before in the same order, and all of them decode
-    # This step and the next, which is planned, only decode, the same batch: only one of end_ids ends a sequence.
+    # The next step is planned. Both decode the same batch and nothing else: only a token of end_ids ends a sequence.
     goes_on: bool = False
     end_ids: frozenset[int] | None = None  # tokens that may end a decode, -1 (no token) among them; None: ask each
     num_left: int = 0  # of a step that only decodes: the least tokens that each of its sequences may get after it

@@ -17,9 +17,8 @@ from pagedkv.models.hub import model_folder
 from pagedkv.models.registry import read_spec
 from pagedkv.models.spec import Spec
 
-from ..runner.batch_sizes import batch_sizes_of
 from ..runner.model_runner import ModelRunner
-from ..runner.plan import RunnerPlan
+from ..runner.plan import RunnerPlan, batch_sizes_of
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from ..speculative_config import NAME, SpeculativeConfig
@@ -62,7 +61,7 @@ class DraftModel:
         return [found.get(seq.id, [])[:count] for seq, count in zip(sequences, counts, strict=True)]
 
     def take(self, sequences: list[Sequence]) -> None:
-        """They are looked at when guesses of them are wanted."""
+        """Nothing to do: guess() looks at the sequences."""
 
     def forget(self) -> None:
         self._runner.sampler.forget()

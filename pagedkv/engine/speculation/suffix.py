@@ -1,4 +1,4 @@
-"""Guesses what followed the last tokens before: in the prompt, in the answer, or in earlier requests."""
+"""Guesses what followed the same tokens earlier: in the prompt, in the answer, or in earlier requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PIECE = 4096  # tokens that are added at once: other threads wait meanwhile
 
 
 class SuffixDrafter:
-    """Texts of the same salt, and so of the same adapter, share what they have seen."""
+    """Texts of the same salt, and so of the same adapter, share one index."""
 
     is_free = is_measurable = True
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._index = SuffixIndex(capacity)
+    def __init__(self) -> None:
+        self._index = SuffixIndex(CAPACITY)
         self._prompts: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # their ends, by request
 
     def guess(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
@@ -44,4 +44,4 @@ class SuffixDrafter:
         return last
 
     def forget(self) -> None:
-        """All is on the host."""
+        """Nothing to do: all is on the host."""

@@ -131,6 +131,18 @@ def test_where_templates_are_found(tmp_path):
         rendered(write(tmp_path / "f", tokenizer_config_json="{"))
 
 
+@pytest.mark.parametrize("value", [5, True, [5], [["a", "b"]], [{"name": "default"}], [{"template": "x"}], {"default": 5}])
+def test_templates_that_are_none_name_their_file(tmp_path, value):
+    with pytest.raises(ValueError, match="tokenizer_config.json: chat_template must be a text, or a list of objects with name and template"):
+        ChatTemplate.from_folder(write(tmp_path, tokenizer_config_json={"chat_template": value}))
+
+
+def test_a_template_that_is_no_text_names_its_file(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ x }}")
+    with pytest.raises(ValueError, match="chat_template.jinja: 'utf-8' codec"):
+        ChatTemplate.from_folder(tmp_path)
+
+
 IMAGES = [[{"image": "x.png"}], [{"type": "text", "text": "1"}, {"image_url": "x"}], [{"video": ["x"]}], {"type": "input_audio", "input_audio": {}}]
 
 

@@ -50,7 +50,8 @@ def compare(both, chat, template, options, wanted_chat=None) -> str | None:
     """Returns the text after it was found equal; None where both refuse the chat."""
     (theirs, ours), wanted = both, wanted_chat or chat
     expected = rendered(theirs.apply_chat_template, wanted, chat_template=template, tokenize=False, **options)
-    if expected is None:
+    alone = options | {"continue_final_message": False}
+    if expected is None and rendered(theirs.apply_chat_template, wanted, chat_template=template, tokenize=False, **alone) is None:
         wanted = with_content(wanted)
         expected = rendered(theirs.apply_chat_template, wanted, chat_template=template, tokenize=False, **options)
     got = rendered(ChatTemplate({"default": template}, SPECIAL).render, chat, **options)

@@ -369,6 +369,7 @@ def with_weights(kind="int", bits=4, strategy="group", form="pack-quantized", **
 REFUSED = {
     "method": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported are awq, compressed-tensors, fp8, gptq"),
     "no method": ({"bits": 4}, "quant_method is None"),
+    "a list": ({"quant_method": ["awq"]}, r"quant_method is \['awq'\]; supported are"),
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
     "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),

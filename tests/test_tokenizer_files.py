@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import weakref
 from functools import cache
 from pathlib import Path
@@ -292,6 +293,25 @@ def test_a_difference_that_is_wanted(tmp_path, case):
         right = oracle(text).input_ids
         assert ours.encode(text) == right, text
         assert ours.decode(right) == oracle.decode(right, skip_special_tokens=True)
+
+
+def test_bytes_that_are_no_text(tmp_path, seed):
+    """An answer that is cut within a character, behind a line end that is a byte, too: streams and whole answers alike."""
+    print("seed", seed)
+    tokenizer, rng = Tokenizer(write(tmp_path, pieces(), None)), random.Random(seed)
+    byte = {i: tokenizer.library.token_to_id(f"<0x{i:02X}>") for i in range(256)}
+    cut = [byte[i] for i in b"\n\xf0\x9f"]
+    assert tokenizer.decode(cut) == "\n\ufffd\ufffd" and tokenizer.decode([byte[i] for i in "\n\U0001f600".encode()]) == "\n\U0001f600"
+    for _ in range(200):
+        ids = [rng.choice([rng.choice(list(byte.values())), byte[10], rng.randrange(290)]) for _ in range(rng.randrange(12))]
+        for goes_on in (False, True):
+            detokenizer, text = tokenizer.detokenizer(goes_on=goes_on), ""
+            for token_id in ids:
+                detokenizer.push(token_id)
+                text += detokenizer.text
+                detokenizer.mark_sent()
+            detokenizer.finish()
+            assert tokenizer.decode(ids, goes_on=goes_on) == text + detokenizer.text, ids
 
 
 def generate(folder: Path, prompt: str | list[int], **options: Any):

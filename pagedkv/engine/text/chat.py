@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from pagedkv.checks import check_names
-from pagedkv.models.files import read_json
 from pagedkv.optional import load
 
 from .messages import REASONING, Chat, check_text_only, easier_forms, join_parts, plain, plain_dicts, plain_messages
+from .template_files import read_templates
 from .tokenizer import NamedTokens, Tokenizer
 
 # Marks where the final message ends. Its last character, a space, is missing where the template trims the message.
@@ -44,23 +44,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
-        """From chat_template.jinja and additional_chat_templates/, or chat_template.json, or tokenizer_config.json.
-        Where the first two have a default, the others do not count. A folder without any has no templates; then
-        render() needs one."""
-        config = read_json(folder / "tokenizer_config.json", missing={})
-        older = read_json(folder / "chat_template.json", missing={})
-        found = config.get("chat_template") or older.get("chat_template") or {}
-        if isinstance(found, str):
-            found = {"default": found}
-        elif isinstance(found, list):  # of {"name", "template"}
-            found = {each["name"]: each["template"] for each in found}
-        alone = folder / "chat_template.jinja"
-        templates = {"default": alone.read_text("utf-8")} if alone.is_file() else {}
-        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = path.read_text("utf-8")
-        if "default" not in templates:
-            templates = {**found, **templates}
-        return cls(templates, NamedTokens.from_folder(folder).texts(), str(folder))
+        """A folder without any has no templates; then render() needs one."""
+        return cls(read_templates(folder), NamedTokens.from_folder(folder).texts(), str(folder))
 
     def render(
         self,

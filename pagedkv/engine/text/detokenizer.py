@@ -183,8 +183,8 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 class WindowDetokenizer(Detokenizer):
     """For any other tokenizer: decodes the last tokens with and without the new one.
 
-    Where bytes that are not UTF-8 have tokens of their own, the number of U+FFFD in their place may differ from the
-    library's, which looks at a whole run of such tokens.
+    Where bytes have tokens of their own and some of a run are not UTF-8, the library writes U+FFFD for each byte of the
+    run. Here those stay that were a character before: a stream has told them.
     """
 
     MAX_HELD = 8  # tokens without text: more than a character has bytes

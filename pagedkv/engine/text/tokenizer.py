@@ -97,9 +97,16 @@ class Tokenizer:
         return [ids for ids in (self.encode(text, add_special_tokens=False) for text in texts) if ids]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, goes_on: bool = False) -> str:
-        """goes_on: another text is before this one, from which a space may part it."""
+        """The text that a Detokenizer makes of them; goes_on: another text is before this one, from which a space may
+        part it."""
         before = self._text_before if goes_on else []
         text: str = self.library.decode(before + token_ids, skip_special_tokens=skip_special_tokens)
+        if "\ufffd" in text and self.bytes_of_tokens is None:  # see WindowDetokenizer
+            grown = self.detokenizer(skip_special_tokens=skip_special_tokens, goes_on=goes_on)
+            for token_id in token_ids:
+                grown.push(token_id)
+            grown.finish()
+            return grown.text
         return text[len(self.library.decode(before, skip_special_tokens=skip_special_tokens)) :] if before else text
 
     @cached_property

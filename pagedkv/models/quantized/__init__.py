@@ -20,7 +20,7 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(given, dict):
         raise ValueError(f"quantization_config is {given!r} but must be an object")
     method = given.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         supported = ", ".join(METHODS)
         raise NotImplementedError(f"quantization_config.quant_method is {method!r}; supported are {supported}")
     return cast(Quantization, import_module(METHODS[method], __package__).parse(given))

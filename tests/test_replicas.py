@@ -21,6 +21,7 @@ from rank_engine import children
 import pagedkv
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
+from pagedkv.engine.text.tokenizer import LONG_TEXT
 from pagedkv.optional import need
 from pagedkv.replicas import EngineReplica, ReplicaDied, Router
 from pagedkv.replicas.prefixes import SPAN, Life, spans_of
@@ -296,6 +297,26 @@ def test_two_engines_answer_as_one():
         assert [each.num_cached_tokens for each in again] == [48, 0]
         with pytest.raises(TypeError, match="prompt is 'a', but a router without a tokenizer takes token ids"):
             await anext(Router(replicas).generate("a"))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_while_a_thread_prepares_a_request():
+    prompt = [1 + i % 9 for i in range(LONG_TEXT + 1)]  # long enough for a thread
+
+    async def run():
+        replica = EngineReplica(DEMO, **OPTIONS)
+        async with Router.of_model(DEMO, [replica]) as router:
+            first = replica._engine
+            prepare = first.engine._prepare
+
+            def late(*request, **options):
+                first.close()
+                return prepare(*request, **options)
+
+            first.engine._prepare = late
+            (output,) = await router.generate_all([prompt], TEN)
+            assert "max_model_len" in str(output.error) and replica._engine is not first  # of the engine made again
 
     asyncio.run(run())
 

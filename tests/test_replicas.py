@@ -264,6 +264,31 @@ def test_the_end_of_the_last_replica():
     in_virtual_time(run())
 
 
+class Stubborn(SimulatedReplica):
+    """Its end takes a second, or fails."""
+
+    def __init__(self, fails):
+        super().__init__(20_000)
+        self.fails, self.is_closed = fails, False
+
+    async def close(self):
+        if self.fails:
+            raise OSError("its machine is gone")
+        await asyncio.sleep(1)
+        self.is_closed = True
+
+
+def test_all_are_closed_though_one_cannot_be():
+    async def run():
+        replicas = [Stubborn(False), Stubborn(True), Stubborn(False)]
+        with pytest.raises(OSError, match="its machine is gone"):
+            async with Router(replicas):
+                pass
+        assert [each.is_closed for each in replicas] == [True, False, True]
+
+    in_virtual_time(run())
+
+
 # --- engines
 
 

@@ -187,6 +187,14 @@ def test_options_of_sampling():
     assert set(OF_A_LINE) <= {each.name for each in fields(pagedkv.SamplingParams)}
 
 
+@pytest.mark.parametrize("command, absent", [("generate", "max_tokens is 64 where"), ("chat", "max_tokens is what fits where")])
+def test_one_default_of_max_tokens(capsys, command, absent):
+    _, out, _ = main(capsys, command, "--help")
+    sampling = " ".join(out.split("\nsampling:")[1].split("\nengine:")[0].split())
+    assert absent in sampling and "not given:" not in sampling
+    assert "null in --jsonl: as many as max_model_len and the pool leave" in sampling
+
+
 def test_packages_that_are_missing_are_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("pagedkv.optional.find_spec", lambda name: None if name in ("msgspec", "uvicorn") else name)
     code, out, err = main(capsys, "serve", str(tmp_path))

@@ -285,6 +285,20 @@ def test_fp8_in_flash_attention_3(rng, device):
         assert np.array_equal(k.float().cpu().numpy(), kn)
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3])
+def test_lengths_that_are_no_ints_and_arguments_that_there_are_not(device, module):
+    """An unknown argument is a TypeError, by which callers find out what a version has."""
+    q, k = (torch.zeros((2, n, 2, 8), device=device) for n in (1, 5))
+    for lens in (3.7, "3", [3, 4], np.array([3, 4])):
+        with pytest.raises(RuntimeError, match="flash_attn_with_kvcache: cache_seqlens is .* but must be an int or a tensor"):
+            module.flash_attn_with_kvcache(q, k, k, cache_seqlens=lens)
+    for lens in (3, np.int64(3)):
+        assert module.flash_attn_with_kvcache(q, k, k, cache_seqlens=lens).shape == q.shape
+    for function in (module.flash_attn_func, module.flash_attn_varlen_func, module.flash_attn_with_kvcache):
+        with pytest.raises(TypeError, match=f"^{function.__name__}.. got an unexpected keyword argument 'cache_seqlen'"):
+            function(q, k, k, cache_seqlen=3)
+
+
 @pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
 def test_fp8_in_some_tensors_alone_is_refused(rng, device, dtypes):
     d = Draw(rng, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -54,6 +55,32 @@ def paths_in(text: str) -> set[str]:
 def test_every_path_exists(page):
     for path in paths_in(page.read_text()):
         assert (page.parent / path).exists() or (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_exists(page):
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+        other = page.parent / path if path else page
+        assert anchor in anchors_of(other.read_text()), f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_are_python_and_import_what_there_is(page):
+    """Those that no test runs, too: they need a GPU, a model of the hub or a server."""
+    for example in re.findall(r"```py(?:thon)?\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("pagedkv"):
+                text = (ROOT / node.module.replace(".", "/")).with_suffix(".py")
+                text = text if text.exists() else text.with_suffix("") / "__init__.py"
+                for each in node.names:
+                    is_module = (text.parent / f"{each.name}.py").exists() or (text.parent / each.name).is_dir()
+                    assert is_module or re.search(rf"\b{each.name}\b", text.read_text()), ast.unparse(node)
 
 
 def test_each_row_of_the_files_has_a_test():

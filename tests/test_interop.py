@@ -347,7 +347,8 @@ def test_torch_requires_grad(torch):
 
 def test_torch_what_is_not_supported(torch):
     weight = torch.ones(4)
-    for dtype, name in [(torch.float64, "float64"), (torch.int16, "int16"), (torch.bool, "bool8"), (torch.complex64, "complex64")]:
+    kinds = "float64", "int16", "bool", "complex64", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"
+    for dtype, name in [(getattr(torch, kind), kind) for kind in kinds]:
         with pytest.raises(TypeError, match=f"x: dtype {name} is not supported"):
             ops.rms_norm(torch.zeros(2, 4, dtype=dtype), weight)
     with pytest.raises(Exception, match="x: "):

@@ -21,6 +21,7 @@ from rank_engine import children
 import pagedkv
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.sampling_params import RequestOutputKind
+from pagedkv.engine.text.tokenizer import LONG_TEXT
 from pagedkv.optional import need
 from pagedkv.replicas import EngineReplica, ReplicaDied, Router
 from pagedkv.replicas.prefixes import SPAN, Life, spans_of
@@ -263,6 +264,31 @@ def test_the_end_of_the_last_replica():
     in_virtual_time(run())
 
 
+class Stubborn(SimulatedReplica):
+    """Its end takes a second, or fails."""
+
+    def __init__(self, fails):
+        super().__init__(20_000)
+        self.fails, self.is_closed = fails, False
+
+    async def close(self):
+        if self.fails:
+            raise OSError("its machine is gone")
+        await asyncio.sleep(1)
+        self.is_closed = True
+
+
+def test_all_are_closed_though_one_cannot_be():
+    async def run():
+        replicas = [Stubborn(False), Stubborn(True), Stubborn(False)]
+        with pytest.raises(OSError, match="its machine is gone"):
+            async with Router(replicas):
+                pass
+        assert [each.is_closed for each in replicas] == [True, False, True]
+
+    in_virtual_time(run())
+
+
 # --- engines
 
 
@@ -296,6 +322,26 @@ def test_two_engines_answer_as_one():
         assert [each.num_cached_tokens for each in again] == [48, 0]
         with pytest.raises(TypeError, match="prompt is 'a', but a router without a tokenizer takes token ids"):
             await anext(Router(replicas).generate("a"))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_while_a_thread_prepares_a_request():
+    prompt = [1 + i % 9 for i in range(LONG_TEXT + 1)]  # long enough for a thread
+
+    async def run():
+        replica = EngineReplica(DEMO, **OPTIONS)
+        async with Router.of_model(DEMO, [replica]) as router:
+            first = replica._engine
+            prepare = first.engine._prepare
+
+            def late(*request, **options):
+                first.close()
+                return prepare(*request, **options)
+
+            first.engine._prepare = late
+            (output,) = await router.generate_all([prompt], TEN)
+            assert "max_model_len" in str(output.error) and replica._engine is not first  # of the engine made again
 
     asyncio.run(run())
 

@@ -295,6 +295,18 @@ def test_each_update_has_its_own_version(folders):
 
 # --- what is wrong
 
+
+
+class NoMemory:
+    """As a tensor of torch on the device "meta"."""
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **options):
+        raise RuntimeError("Cannot pack tensors on meta")
+
+
 Q = f"{LAYER}.self_attn.q_proj.weight"
 WRONG = {
     "name": ({"model.layers.7.mlp.up_proj.weight": np.zeros(3, np.float32)}, ValueError,
@@ -304,6 +316,7 @@ WRONG = {
     "scalar": ({"model.norm.weight": np.array(3, np.float32)}, ValueError, r"norm.weight' has shape \[\] but must have \[64\]"),
     "dtype": ({Q: np.zeros((128, 64), np.int32)}, TypeError, r"q_proj.weight' has dtype int32 but must be of float32"),
     "no tensor": ({Q: "abc"}, TypeError, r"q_proj.weight' is no tensor"),
+    "no memory": ({Q: NoMemory()}, TypeError, r"q_proj.weight' is no tensor that can be read: .*Cannot pack tensors on meta"),
     "no pairs": ([3], TypeError, "tensors holds int but must hold pairs"),
     "nothing": ({}, ValueError, "tensors is empty"),
     "two names": ({"norm.weight": np.zeros(64, np.float32)}, ValueError, r"'norm.weight' is there twice, as 'model.norm.weight' too"),
@@ -325,6 +338,9 @@ def test_what_is_wrong_changes_nothing(tmp_path, weights, num_ranks):
                 llm.update_weights(given if isinstance(given, dict) else [*right.items(), *given])
         with pytest.raises(FileNotFoundError):
             llm.update_weights(tmp_path / "nowhere")
+        for nothing, kind in ((None, TypeError), (5, TypeError), ("", ValueError)):  # "": not the folder one happens to be in
+            with pytest.raises(kind, match=f"tensors is {nothing!r} but must be "):
+                llm.update_weights(nothing)
         for version, kind in ((1.5, TypeError), (True, TypeError), (b"1", TypeError)):
             with pytest.raises(kind, match="weight_version is .* but must be an int or a str"):
                 llm.update_weights(right, weight_version=version)

@@ -26,16 +26,30 @@ static int dtype_from_dlpack(DLDataType type)
 
 static int unsupported_dtype(const char *name, DLDataType type)
 {
-    static const char *const words[] = {
-        [kDLInt] = "int",       [kDLUInt] = "uint",       [kDLFloat] = "float", [kDLOpaqueHandle] = "opaque",
-        [kDLBfloat] = "bfloat", [kDLComplex] = "complex", [kDLBool] = "bool"};
-    const char *word = type.code < sizeof words / sizeof *words ? words[type.code] : "float";
-    char lanes[16] = "";
+    /* Those from bool on have one size. */
+    static const char *const words[] = {[kDLInt] = "int",
+                                        [kDLUInt] = "uint",
+                                        [kDLFloat] = "float",
+                                        [kDLOpaqueHandle] = "opaque",
+                                        [kDLBfloat] = "bfloat",
+                                        [kDLComplex] = "complex",
+                                        [kDLBool] = "bool",
+                                        [kDLFloat8_e3m4] = "float8_e3m4",
+                                        [kDLFloat8_e4m3] = "float8_e4m3",
+                                        [kDLFloat8_e4m3b11fnuz] = "float8_e4m3b11fnuz",
+                                        [kDLFloat8_e4m3fn] = "float8_e4m3fn",
+                                        [kDLFloat8_e4m3fnuz] = "float8_e4m3fnuz",
+                                        [kDLFloat8_e5m2] = "float8_e5m2",
+                                        [kDLFloat8_e5m2fnuz] = "float8_e5m2fnuz",
+                                        [kDLFloat8_e8m0fnu] = "float8_e8m0fnu"};
+    bool is_known = type.code < sizeof words / sizeof *words;
+    char bits[8] = "", lanes[16] = "";
+    if (type.code < kDLBool || !is_known) PyOS_snprintf(bits, sizeof bits, "%d", (int)type.bits);
     if (type.lanes != 1) PyOS_snprintf(lanes, sizeof lanes, "x%d", (int)type.lanes);
     PyErr_Format(
         PyExc_TypeError,
-        "%s: dtype %s%d%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
-        word, (int)type.bits, lanes);
+        "%s: dtype %s%s%s is not supported (float32, float16, bfloat16, float8_e4m3fn, uint8, int32, int64 are)", name,
+        is_known ? words[type.code] : "float", bits, lanes);
     return -1;
 }
 

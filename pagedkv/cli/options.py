@@ -53,9 +53,12 @@ def integer(text: str) -> int:
     return value
 
 
-def add_options(group: argparse._ActionsContainer, cls: type, names: tuple[str, ...], **defaults: object) -> None:
-    """Options of the command line for fields of a dataclass, explained as in its docstring; `defaults` are those that
-    the help shows instead of the dataclass's. args has the options that were given and no others."""
+def add_options(
+    group: argparse._ActionsContainer, cls: type, names: tuple[str, ...], none: str, **defaults: object
+) -> None:
+    """Options of the command line for fields of a dataclass, explained as in its docstring, with `none` in place of its
+    "None:"; `defaults` are those that the help shows instead of the dataclass's. args has the options that were given
+    and no others."""
     hints, texts = get_type_hints(cls), descriptions(cls)
     own = {each.name: each.default for each in fields(cls)}
     for name in names:
@@ -68,14 +71,15 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: tuple[str, 
             how["action"] = "append"
         shown = defaults.get(name, own[name])
         default = "" if shown in (None, False, ()) else f" (default: {shown})"
-        help = f"{texts.get(name, '')}{default}".replace("None:", "not given:").replace("%", "%%")
+        help = f"{texts.get(name, '')}{default}".replace("None:", none).replace("%", "%%")
         group.add_argument(f"--{name.replace('_', '-')}", help=help, default=argparse.SUPPRESS, **how)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *names: str, **defaults: object) -> None:
     """All of the engine's options, or those named."""
     group = parser.add_argument_group("engine")
-    add_options(group, EngineOptions, names or tuple(each.name for each in fields(EngineOptions)), **defaults)
+    of_engine = names or tuple(each.name for each in fields(EngineOptions))
+    add_options(group, EngineOptions, of_engine, "not given:", **defaults)
 
 
 def add_model_options(parser: argparse.ArgumentParser, what: str, max_tokens: str) -> None:
@@ -86,7 +90,8 @@ def add_model_options(parser: argparse.ArgumentParser, what: str, max_tokens: st
     help = "folder of an adapter of low rank, with which all answers are computed; its rank is at most --max-lora-rank"
     parser.add_argument("--lora", metavar="FOLDER", help=help)
     about = f"What is not given is as the model's generation_config.json says; max_tokens is {max_tokens}."
-    add_options(parser.add_argument_group("sampling", about), SamplingParams, SAMPLING, **dict.fromkeys(SAMPLING))
+    group = parser.add_argument_group("sampling", about)
+    add_options(group, SamplingParams, SAMPLING, "null in --jsonl:", **dict.fromkeys(SAMPLING))
     add_engine_options(parser)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 try:
@@ -37,6 +38,8 @@ def with_torchs_errors(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **options)
         except (ValueError, TypeError, BufferError) as error:
+            if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:
+                raise  # by the call itself: there is no such argument
             raise RuntimeError(f"{function.__name__}: {error}") from error
 
     return call
@@ -197,8 +200,12 @@ def attend_with_kvcache(
     if len(tables) != num_seqs:
         raise ValueError(f"q has {num_seqs} sequences but the page tables (or cache_batch_idx) have {len(tables)}")
     room = tables.shape[1] * k_cache.shape[1]
+    if cache_seqlens is None:
+        cache_seqlens = room
+    if isinstance(cache_seqlens, (int, Integral)):
+        cache_seqlens = full(num_seqs, int(cache_seqlens), q)
     if not isinstance(cache_seqlens, torch.Tensor):
-        cache_seqlens = full(num_seqs, room if cache_seqlens is None else cache_seqlens, q)
+        raise TypeError(f"cache_seqlens is {cache_seqlens!r} but must be an int or a tensor")
     check_numbers("cache_seqlens", cache_seqlens, num_seqs)
     check_numbers("cache_leftpad", cache_leftpad, num_seqs)
     lens = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad

@@ -71,6 +71,8 @@ def read_tensors(
     """By name, as Tensors over the same memory. torch's parameters are those without their gradients. BroadcastTensors
     are not there yet, and in the order in which they come."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"tensors is {tensors!r} but must be a mapping, pairs of a name and a tensor, or a path")
     found: dict[str, Any] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -78,20 +80,22 @@ def read_tensors(
         name, tensor = pair
         if name in found:
             raise ValueError(f"tensor {name!r} is there twice")
-        try:
-            found[name] = _read(tensor)
-        except (BufferError, TypeError) as error:
-            raise TypeError(f"tensor {name!r} is no tensor that can be read: {error}") from None
+        found[name] = _read(name, tensor)
     present = [name for name, tensor in found.items() if isinstance(tensor, Tensor)]
     if 0 < len(present) < len(found):
         raise TypeError(f"tensor {present[0]!r} is there, but others in the call are BroadcastTensors")
     return found
 
 
-def _read(tensor: Any) -> Tensor | BroadcastTensor:
+def _read(name: str, tensor: Any) -> Tensor | BroadcastTensor:
     if isinstance(tensor, BroadcastTensor):
         return tensor
-    return tensor.open() if isinstance(tensor, IpcTensor) else ops.from_dlpack(_detached(tensor))
+    try:
+        return tensor.open() if isinstance(tensor, IpcTensor) else ops.from_dlpack(_detached(tensor))
+    except (BufferError, TypeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and isinstance(tensor, IpcTensor):
+            raise  # of the GPU; else of the tensor's framework
+        raise TypeError(f"tensor {name!r} is no tensor that can be read: {error}") from None
 
 
 def _detached(tensor: Any) -> Any:
@@ -100,6 +104,8 @@ def _detached(tensor: Any) -> Any:
 
 def read_files(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Those of a model's folder, or of one safetensors file."""
+    if not os.fspath(path):
+        raise ValueError("tensors is '' but must be the path of a folder or of a file")
     where = Path(path)
     if where.is_dir():
         return {name: file.tensor(entry, VIEWED.values()) for name, (file, entry) in entries_of(where).items()}
@@ -243,4 +249,3 @@ def _copied(tensor: Tensor) -> Tensor:
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(map(repr, names[:MOST_NAMED])) + more
-

@@ -74,10 +74,14 @@ class EngineReplica(Replica):
         engine = self._living()
         outputs: Any = engine.generate(prompt, params, request_id, priority=priority, salt=salt)
         async with aclosing(outputs):
-            async for output in outputs:
-                if output.error is not None:  # perhaps that of the engine, which all of its requests get
-                    _check(engine)
-                yield output
+            try:
+                async for output in outputs:
+                    if output.error is not None:  # perhaps that of the engine, which all of its requests get
+                        _check(engine)
+                    yield output
+            except RuntimeError:  # perhaps the engine's, which ended while a thread prepared the request
+                _check(engine)
+                raise
 
     def _living(self) -> AsyncEngine:
         if self._engine is None:

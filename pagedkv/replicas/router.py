@@ -258,7 +258,9 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         self._living.clear()
-        await asyncio.gather(*(each.close() for each in self._replicas))
+        closed = await asyncio.gather(*(each.close() for each in self._replicas), return_exceptions=True)
+        for error in filter(None, closed):
+            raise error  # the first, when none is at work any more
 
     async def __aenter__(self) -> Self:
         self._starting = {asyncio.create_task(self._start(each)) for each in self._replicas}

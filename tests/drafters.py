@@ -46,7 +46,7 @@ class AlwaysPays:
     def plain(self, num_seqs: int) -> float:
         return 2.0
 
-    def guessing(self, num_seqs: int) -> np.ndarray:
+    def guessing(self, num_seqs: int, count: int) -> np.ndarray:
         return np.ones(self.max_num_rows - num_seqs)
 
     def add(self, num_seqs: int, num_rows: int, seconds: float) -> None: ...

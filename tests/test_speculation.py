@@ -398,7 +398,7 @@ def test_guesses_that_are_wrong_stop(folder):
     with engine(folder, num_blocks=80) as llm:
         drafter.learn(requests, generate(llm, requests))
         before = counts(llm)
-        always_guess(llm, drafter)._core._guesser.times.guessing = lambda n: np.full(30, 2.2)
+        always_guess(llm, drafter)._core._guesser.times.guessing = lambda n, count: np.full(30, 2.2)
         generate(llm, requests)
         drafts, _, right = np.subtract(counts(llm), before)
         assert right == 0 and 10 < drafts < 60

@@ -47,7 +47,7 @@ def test_the_most_tokens_a_second(seed, draft_seconds):
         for rows in range(num_seqs + 1, 17):
             times.add(num_seqs, rows, 1 + rng.random() * (rows - num_seqs) / 6)
         chances, most = [rng.random() for _ in range(n)], [rng.randint(0, 3) for _ in range(n)]
-        seconds = times.guessing(num_seqs)
+        seconds = times.guessing(num_seqs, times.max_num_rows)
 
         def rate(given):
             gain = sum(p**j for p, k in zip(chances, given, strict=True) for j in range(1, k + 1))
@@ -74,11 +74,11 @@ def test_times_follow_and_are_forgotten():
     assert times.plain(1) == pytest.approx(3.0, rel=0.01)
     times.add(1, 8, 50.0)
     slope = EXPECTED * times.plain(1)
-    assert times.guessing(1)[0] == pytest.approx(times.plain(1) + slope) and times.guessing(1)[6] == 50.0
-    assert times.guessing(1)[62] == pytest.approx(50 + (64 - 9) * slope, rel=0.01)  # behind the class of eight
+    assert times.guessing(1, 63)[0] == pytest.approx(times.plain(1) + slope) and times.guessing(1, 63)[6] == 50.0
+    assert times.guessing(1, 63)[62] == pytest.approx(50 + (64 - 9) * slope, rel=0.01)  # behind the class of eight
     for _ in range(FORGET_AFTER):
         times.add(1, 1, 3.0)
-    assert times.guessing(1)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
+    assert times.guessing(1, 63)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
 
 
 # --- no batch is slower than without

@@ -49,13 +49,14 @@ class StepTimes:
         """None: such a step was not measured yet."""
         return self._plain.get(int(self._class[num_seqs]))
 
-    def guessing(self, num_seqs: int) -> np.ndarray:
-        """Of steps with num_seqs + 1 rows, num_seqs + 2, and so on."""
+    def guessing(self, num_seqs: int, count: int) -> np.ndarray:
+        """Of steps with num_seqs + 1 rows, num_seqs + 2, and so on: `count`, or as many as there may be."""
         of_seqs = int(self._class[num_seqs])
         plain = self._plain[of_seqs]
         last, num_rows, slope = plain, num_seqs, EXPECTED * plain / num_seqs  # the last that is known
+        most = min(num_seqs + count, self.max_num_rows)
         seconds = np.empty(self.max_num_rows + 1)
-        for of_rows in range(of_seqs, len(self._firsts) - 1):
+        for of_rows in range(of_seqs, int(self._class[most]) + 1):
             start, end = max(self._firsts[of_rows], num_seqs + 1), self._firsts[of_rows + 1]
             known, when = self._guessing.get((of_seqs, of_rows), (0.0, -FORGET_AFTER))
             if start < end and self._num_steps - when < FORGET_AFTER:
@@ -63,7 +64,7 @@ class StepTimes:
                 num_rows = end - 1
             else:
                 seconds[start:end] = last + slope * (np.arange(start, end) - num_rows)
-        return seconds[num_seqs + 1 :]
+        return seconds[num_seqs + 1 : most + 1]
 
 
 def blend(before: float | None, seconds: float) -> float:
@@ -82,7 +83,7 @@ def lengths(
         return best
     place = np.arange(1, longest + 1)
     gains = np.where(place <= np.array(most)[:, None], np.array(chances)[:, None] ** place, 0.0)
-    seconds, best_rate = times.guessing(num_seqs), MARGIN * num_seqs / without
+    seconds, best_rate = times.guessing(num_seqs, sum(most)), MARGIN * num_seqs / without
     for depth in range(1, longest + 1) if draft_seconds else [longest]:
         of_depth = gains[:, :depth].reshape(-1)
         order = np.argsort(-of_depth, kind="stable")[: min(len(seconds), int(np.count_nonzero(of_depth)))]

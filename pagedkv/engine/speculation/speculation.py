@@ -38,7 +38,7 @@ class Speculation:
         self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
-        self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found, until more is learnt
+        self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found
         self._pause = 0  # steps that have no guesses, and ...
         self._next_pause = PAUSES[0]  # ... how many it will be next time
 
@@ -55,8 +55,9 @@ class Speculation:
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
         self._has_guessed = True
-        sequences, counts = self._plan or self._lengths(running)
-        pairs = [(seq, count) for seq, count in zip(sequences, counts, strict=True) if count]
+        planned = zip(*(self._plan or self._lengths(running)), strict=True)
+        pairs = [(seq, min(count, num_guessable(seq))) for seq, count in planned if count and seq.finish_reason is None]
+        pairs = [(seq, count) for seq, count in pairs if count]
         sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
         if self.drafter.is_free:
             guesses = [seq.draft.guesses[:count] for seq, count in pairs]
@@ -92,7 +93,8 @@ class Speculation:
     # --- what is learnt
 
     def learn(self, step: Step, seconds: float) -> None:
-        self._plan = None
+        if self.drafter.is_free:  # what it has guessed may be another thing now
+            self._plan = None
         self._learn_time(step, seconds - self._drafting)
         self._drafting = 0.0
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain

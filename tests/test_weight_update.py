@@ -250,6 +250,18 @@ def iter_to_end(llm):
         yield from (output for output in llm.step() if output.finished)
 
 
+def test_a_folder_of_a_smaller_model(tmp_path, folders):
+    """Its tensors would fit, but it lacks a layer. A file of some tensors is taken."""
+    smaller = write_model(tmp_path, seed=4, num_hidden_layers=1)
+    with LLM(folders[0], **OPTIONS) as llm:
+        before = tokens(llm)
+        with pytest.raises(ValueError, match=r"the folder does not have 'model.layers.1.*: give a file or named tensors"):
+            llm.update_weights(smaller)
+        assert tokens(llm) == before and llm.get_weight_version() == 0
+        llm.update_weights(smaller / "model.safetensors")
+        assert tokens(llm) != before
+
+
 def test_an_update_that_is_not_complete(folders, weights):
     """It says what is missing, and may be given it; or it begins again; a norm that is as before may be left out."""
     norm, product = f"{LAYER}.input_layernorm.weight", f"{LAYER}.self_attn.q_proj.weight"

@@ -60,8 +60,8 @@ class WeightUpdates(ABC):
                 GPU, in float32, float16 or bfloat16, or as the checkpoint's own quantised format has them. Some of the
                 model's or all. They may be changed after the call. Or IpcTensors, which another process has on a GPU;
                 or BroadcastTensors, all of them, which the first member of the group (init_weights_update_group) sends
-                in this order. Or the path of a model's folder, or of a safetensors file, that the engine's process
-                can read
+                in this order. Or the path of a model's folder, which has all of them, or of a safetensors file,
+                that the engine's process can read
             weight_version: what outputs have as weight_version from now on; None: the number after the last one
 
         What must be given together, or after start_weight_update(): the weights that a norm is multiplied into, with
@@ -83,6 +83,8 @@ class WeightUpdates(ABC):
             if is_sent:
                 return self._receive(runner, given, wanted)
             path = os.path.abspath(os.fspath(tensors)) if is_path else None  # type: ignore[arg-type]
+            if path is not None and os.path.isdir(path) and runner.weights.gathered is None:
+                runner.weights.expect_all(given)
             return self._take(runner, given, wanted, (lambda: path) if is_path else None)
 
         return self._core.call(update)

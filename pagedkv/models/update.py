@@ -155,6 +155,13 @@ def plan_update(places: Places, tensors: Mapping[str, Tensor]) -> dict[Place, Ca
     return dict(sorted(plan.items(), key=lambda item: not item[0].factor_of))  # norms first
 
 
+def expect_all(places: Places, tensors: Mapping[str, Tensor]) -> None:
+    """Raises where a folder lacks some of the model's tensors: it is another model's, with fewer layers, say."""
+    absent = sorted(places.by_name.keys() - _named(places, tensors).keys())
+    if absent:
+        raise ValueError(f"the folder does not have {_list(absent)}: give a file or named tensors to change some alone")
+
+
 def _named(places: Places, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By the names of the places."""
     if not tensors:

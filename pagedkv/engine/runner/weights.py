@@ -9,7 +9,7 @@ from typing import Any
 from pagedkv import Tensor, ops
 from pagedkv.models.nccl import BroadcastTensor, WeightGroup
 from pagedkv.models.places import Places
-from pagedkv.models.update import Gathered, Packed, plan_update, read_files, unpacked
+from pagedkv.models.update import Gathered, Packed, expect_all, plan_update, read_files, unpacked
 from pagedkv.models.upload import Upload
 
 
@@ -107,6 +107,9 @@ class RunnerWeights:
         return self._group is not None
 
     # --- new ones
+
+    def expect_all(self, tensors: Mapping[str, Tensor]) -> None:
+        expect_all(self._places, tensors)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises where update() would."""

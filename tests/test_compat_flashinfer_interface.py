@@ -66,6 +66,13 @@ def test_what_runs_refuse(planned):
             wrapper.run(q, caches, k_scale=torch.tensor(1.0))
 
 
+def test_run_before_plan(planned):
+    *_, q, caches = planned
+    for cls in (fi.BatchDecodeWithPagedKVCacheWrapper, fi.BatchPrefillWithPagedKVCacheWrapper):
+        with pytest.raises(RuntimeError, match=f"{cls.__name__}: run\\(\\) was called before plan\\(\\)"):
+            cls(workspace("cpu")).run(q, caches)
+
+
 def test_bad_calls(planned):
     batch, decode, prefill, q, caches = planned
     for call, error, message in (

@@ -126,6 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         value. Refused: args, skip_softmax_threshold_scale_factor, kv_cache_sf.
 
         Returns out, or (out, lse) with lse in base 2."""
+        self._expect_plan()
         refuse(
             args=args, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,

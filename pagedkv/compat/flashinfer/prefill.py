@@ -146,6 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         decode wrapper's run. lse_base: "log2" or "ln". lse_layout: "NH", [num_tokens, num_qo_heads], or "HN",
         transposed. Rows of q after qo_indptr[-1] are an error where plan() had qo_indptr on the host; where it was on
         the device, their results are not written."""
+        self._expect_plan()
         refuse(
             args=args, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,

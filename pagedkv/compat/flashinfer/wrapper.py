@@ -102,6 +102,7 @@ class Wrapper:
         check_layout(kv_layout)
         self.device = float_workspace_buffer.device
         self._kv_layout, self._pages = kv_layout, Pages(self.device, buffers)
+        self._q_dtype: torch.dtype | None = None  # there was no plan
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -150,6 +151,10 @@ class Wrapper:
                 raise NotImplementedError("causal: must be True with pos_encoding_mode ALIBI")
             self._slopes = _alibi_slopes(self._num_qo_heads, self.device)
         self._window_left, self._soft_cap, self._sm_scale = window_left, logits_soft_cap or 0.0, sm_scale
+
+    def _expect_plan(self) -> None:
+        if self._q_dtype is None:
+            raise RuntimeError(f"{type(self).__name__}: run() was called before plan()")
 
     def _run(
         self,

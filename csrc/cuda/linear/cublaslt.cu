@@ -9,6 +9,7 @@
 #include <glob.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static const char *const SONAMES[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 

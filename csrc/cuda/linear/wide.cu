@@ -1,12 +1,13 @@
 /* wide.cu - linear with batch_invariant for more rows than sm90.cu is good for, on Hopper: with its bits.
  *
- * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64 or 128 rows. Both read the same x from a ring of
- * stages, which one thread fills; so each byte that comes from the L2 cache is used twice as often. The parts of
- * the inputs, for each of which sm90.cu has a CTA of a cluster, come here one after the other: each is a chain of its own, and
- * their sums are added in the same order. The end (sm90_write.h) is the same code.
+ * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64, 128 or 192 rows. Both read the same x from a ring
+ * of stages, which one thread fills by two copies each. The parts of the inputs, for each of which sm90.cu has a CTA of a
+ * cluster, come here one after the other: each is a chain of its own, and their sums are added in the same order. Sums become
+ * outputs by sm90_write.h, too, CHUNK rows at a time.
  *
- * CTAs are persistent, and the ring goes on filling while a tile is written. A CTA has neighbouring tiles, as many of them of
- * the same rows as there are: what those are divided by is found once.
+ * CTAs are persistent, and the ring goes on filling while a tile is written. All of them together have a patch of tiles, some
+ * pairs wide and some blocks of rows high, so that little is read at a time and much of it by several. A CTA keeps its rows
+ * until it has been through the outputs: what they are divided by is found once.
  */
 #include "cuda/linear/sm90.h"
 
@@ -15,26 +16,35 @@
 enum {
     WIDE_STEP = LINE, /* inputs of a stage */
     WIDE_TILES = 2,   /* of TILE outputs: warpgroups that multiply */
-    WIDE_STAGES = 4,
     WIDE_WORKERS = WIDE_TILES * 128,
-    WIDE_THREADS = WIDE_WORKERS + 32,
-    WIDE_WEIGHT_BYTES = TILE * WIDE_STEP * 2, /* of a tile */
-    WIDE_UNIT = STEP / WIDE_STEP /* stages of a unit of sm90.cu */,
+    WIDE_THREADS = WIDE_WORKERS + 128,
+    WIDE_CHUNK = 32,                           /* rows that a warpgroup writes at once */
+    WIDE_OUTPUTS = WIDE_TILES * TILE,          /* of a pair of tiles */
+    WIDE_UNIT = STEP / WIDE_STEP,              /* stages of a unit of sm90.cu */
+    WIDE_SUMS_BYTES = WIDE_CHUNK * PITCH * 4,  /* of a warpgroup */
+    WIDE_DECLARED = 4096,                      /* bytes that the kernel declares, at most */
+    WIDE_GATES = 4 /* whose ups follow them in shared memory */,
+    /* What the copiers give away, those that multiply take; 65,536 / WIDE_THREADS are there. */
+    WIDE_COPIER_REGISTERS = 40,
+    WIDE_WORKER_REGISTERS = 232,
 };
 template <int N>
 static constexpr int wide_x_bytes = N *WIDE_STEP * 2;
 template <int N>
-static constexpr int wide_stage_bytes = wide_x_bytes<N> + WIDE_TILES *WIDE_WEIGHT_BYTES;
+static constexpr int wide_stage_bytes = wide_x_bytes<N> + WIDE_OUTPUTS *WIDE_STEP * 2;
 template <int N>
-static constexpr int wide_sums_bytes = N *PITCH * 4; /* of a tile */
+static constexpr int wide_stages = (227 * 1024 - WIDE_DECLARED - 1024 - WIDE_TILES * WIDE_SUMS_BYTES) /
+                                   wide_stage_bytes<N>;
 template <int N>
-static constexpr int wide_smem = 1024 + WIDE_STAGES *wide_stage_bytes<N> + WIDE_TILES *wide_sums_bytes<N>;
+static constexpr int wide_smem = 1024 + wide_stages<N> *wide_stage_bytes<N> + WIDE_TILES *WIDE_SUMS_BYTES;
 
 struct linear_wide_params {
-    CUtensorMap weight_map, x_map; /* [outputs or rows, in_features] */
+    CUtensorMap weight_map; /* in_features, outputs; gated: in_features, 4 outputs, gates and ups, all such fours */
+    CUtensorMap x_map;      /* in_features, rows */
     pk_linear_args args;
-    int num_pairs, num_places; /* of tiles of a block of rows, and of all blocks */
-    int num_units, num_splits; /* as sm90.cu has them */
+    int num_pairs, num_blocks;   /* of tiles, and of rows */
+    int pairs_at_once, blocks_at_once; /* of all CTAs */
+    int num_units, num_splits;   /* as sm90.cu has them */
 };
 
 // --- kernels
@@ -44,15 +54,15 @@ struct linear_wide_params {
 /* What a CTA multiplies, and how; with what the writer asks a CTA for. */
 template <typename T, int N>
 struct wide_cta {
-    static constexpr int WRITERS = 128, ROWS_AT_ONCE = 8, STAGE_BYTES = wide_stage_bytes<N>;
+    static constexpr int WRITERS = 128, ROWS_AT_ONCE = 2, STAGES = wide_stages<N>, STAGE_BYTES = wide_stage_bytes<N>;
     const linear_wide_params &params;
     const pk_linear_args &args;
     uint64_t *const full, *const empty; /* mbarriers of the stages */
     uint32_t ring;
     char *ring_pointer;
-    int warp, lane, group;  /* the last: which of the two tiles */
-    int place, end_place;   /* the CTA's, one after the other */
-    int width, num_outputs; /* outputs of a tile that are written, and in all */
+    int warp, lane, group;                         /* the last: which of the two tiles */
+    int first_pair, pair_stride, block, block_stride; /* the CTA's */
+    int width, num_outputs;                        /* outputs of a tile that are written, and in all */
     int first_row = 0, rows_of_cta = N;
     static constexpr int num_splits = 1, split = 0; /* what is left to be added when a tile is written */
 
@@ -62,48 +72,65 @@ struct wide_cta {
         ring = (smem_address(smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
         ring_pointer = smem + (ring - smem_address(smem));
         warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
-        place = (int)((int64_t)params.num_places * blockIdx.x / gridDim.x);
-        end_place = (int)((int64_t)params.num_places * (blockIdx.x + 1) / gridDim.x);
+        pair_stride = params.pairs_at_once, block_stride = params.blocks_at_once;
+        block = blockIdx.x / pair_stride, first_pair = blockIdx.x - block * pair_stride;
         const int halves = args.epilogue.is_gated ? 2 : 1;
         width = TILE / halves, num_outputs = (int)args.weight.out_features / halves;
+    }
+    __device__ __forceinline__ void init_barriers() const
+    {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(smem_address(&full[i]), 1);
+            barrier_init(smem_address(&empty[i]), WIDE_WORKERS / 32);
+        }
+        barrier_init_fence();
     }
     __device__ __forceinline__ int writer() const { return threadIdx.x % 128; }
     __device__ __forceinline__ float *sums() const
     {
-        return (float *)(ring_pointer + WIDE_STAGES * STAGE_BYTES + group * wide_sums_bytes<N>);
+        return (float *)(ring_pointer + STAGES * STAGE_BYTES + group * WIDE_SUMS_BYTES);
     }
     __device__ __forceinline__ const float *inbox() const { return nullptr; }
     __device__ __forceinline__ int place_in_inbox(int, int) const { return 0; }
-    __device__ __forceinline__ int tile_of(int place, int group) const
+    __device__ __forceinline__ int place_of_gates(int column) const
     {
-        return place % params.num_pairs * WIDE_TILES + group;
+        return args.epilogue.is_gated ? column * 2 : column;
     }
-    __device__ __forceinline__ int row_of(int place) const { return place / params.num_pairs * N; }
+    __device__ __forceinline__ int place_of_ups(int column) const { return column * 2 + WIDE_GATES; }
 
-    /* All the work of the thread that copies. */
+    __device__ __forceinline__ void copy_weight(int pair, int step, int stage) const
+    {
+        const uint32_t barrier = smem_address(&full[stage]);
+        const int output = pair * WIDE_OUTPUTS, four = output / (WIDE_GATES * 2);
+        barrier_arrive_expect(barrier, STAGE_BYTES);
+        copy_4d(ring + stage * STAGE_BYTES + wide_x_bytes<N>, &params.weight_map, barrier, step * WIDE_STEP,
+                args.epilogue.is_gated ? 0 : output, 0, args.epilogue.is_gated ? four : 0);
+    }
+    /* All the work of the thread that copies: the first weights before the previous kernel has ended, if they are constant. */
     __device__ __forceinline__ void copy_all() const
     {
-        const int num_steps = params.num_units * WIDE_UNIT, halves = args.epilogue.is_gated ? 2 : 1;
+        const int num_steps = params.num_units * WIDE_UNIT;
+        int early = args.weight.is_constant ? min(num_steps, (int)STAGES) : 0;
         prefetch_tensor_map(&params.weight_map);
         prefetch_tensor_map(&params.x_map);
+#pragma unroll 1
+        for (int i = 0; i < early; i++) copy_weight(first_pair, i, i);
         pk_wait_for_previous_kernel();
         int stage = 0, parity = 1;
 #pragma unroll 1
-        for (int place = this->place; place < end_place; place++)
+        for (int block = this->block; block < params.num_blocks; block += block_stride)
 #pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
-                const uint32_t barrier = smem_address(&full[stage]);
-                uint32_t to = ring + stage * STAGE_BYTES;
-                barrier_wait(smem_address(&empty[stage]), parity);
-                barrier_arrive_expect(barrier, STAGE_BYTES);
-                copy_2d(to, &params.x_map, barrier, step * WIDE_STEP, row_of(place));
-                to += wide_x_bytes<N>;
+            for (int pair = first_pair; pair < params.num_pairs; pair += pair_stride)
 #pragma unroll 1
-                for (int i = 0; i < WIDE_TILES * halves; i++, to += width * WIDE_STEP * 2)
-                    copy_2d(to, &params.weight_map, barrier, step * WIDE_STEP,
-                            tile_of(place, i / halves) * width + i % halves * num_outputs);
-                if (++stage == WIDE_STAGES) stage = 0, parity ^= 1;
-            }
+                for (int step = 0; step < num_steps; step++) {
+                    if (--early < 0) {
+                        barrier_wait(smem_address(&empty[stage]), parity);
+                        copy_weight(pair, step, stage);
+                    }
+                    copy_2d(ring + stage * STAGE_BYTES, &params.x_map, smem_address(&full[stage]), step * WIDE_STEP,
+                            block * N);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
     }
 
     /* A tile's products in acc, part by part of its inputs, and their sum in `total`. The ring's `stage` and `parity` go
@@ -113,7 +140,7 @@ struct wide_cta {
         auto multiply_all = [&](float(&acc)[N / 2], int split) {
             auto multiply = [&](int step) {
                 const uint32_t x = ring + stage * STAGE_BYTES;
-                const uint64_t a = descriptor(x + wide_x_bytes<N> + group * WIDE_WEIGHT_BYTES, 16, 1024);
+                const uint64_t a = descriptor(x + wide_x_bytes<N> + group * TILE * WIDE_STEP * 2, 16, 1024);
                 const uint64_t b = descriptor(x, 16, 1024);
                 barrier_wait(smem_address(&full[stage]), parity);
                 wgmma_fence();
@@ -126,7 +153,7 @@ struct wide_cta {
             };
             const int first = params.num_units * split / params.num_splits;
             const int end = params.num_units * (split + 1) / params.num_splits;
-            multiply_stages(acc, (end - first) * WIDE_UNIT, WIDE_STAGES, stage, parity, multiply, release);
+            multiply_stages(acc, (end - first) * WIDE_UNIT, STAGES, stage, parity, multiply, release);
         };
         for (float &each : total) each = 0;
 #pragma unroll 1
@@ -134,6 +161,34 @@ struct wide_cta {
             float acc[N / 2];
             multiply_all(acc, split);
             for (int i = 0; i < N / 2; i++) total[i] += acc[i];
+        }
+    }
+    /* A tile's sums become outputs. */
+    template <typename writing>
+    __device__ __forceinline__ void write(writing &writer, const float (&total)[N / 2], int output) const
+    {
+        constexpr int PARTS = 2; /* of a chunk, at most: there are half as many outputs where it is gated */
+        const int num_rows = writer.num_rows(), of_thread = output < num_outputs ? num_rows : 0;
+        const int rows_of_part = writer.AT_ONCE * writer.rows_apart;
+        typename writing::rows_before before[2][PARTS]; /* of this chunk and of the next one */
+        auto load_before = [&](int chunk) {
+            for (int i = 0; i < PARTS; i++)
+                writer.load_before(before[chunk / WIDE_CHUNK % 2][i], chunk + writer.first_row + i * rows_of_part,
+                                   of_thread, output);
+        };
+        load_before(0);
+#pragma unroll
+        for (int chunk = 0; chunk < N; chunk += WIDE_CHUNK) {
+            if (chunk >= num_rows) break;
+            if (chunk + WIDE_CHUNK < N) load_before(chunk + WIDE_CHUNK);
+            leave_sums<WIDE_CHUNK>(*(const float(*)[WIDE_CHUNK / 2])(total + chunk / 2), writer.sums, warp % 4, lane);
+            writer.sum_base = -chunk;
+            named_sync(1 + group, 128);
+#pragma unroll
+            for (int i = 0; i < PARTS; i++)
+                if (i * rows_of_part < WIDE_CHUNK)
+                    writer.write_rows(before[chunk / WIDE_CHUNK % 2][i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
+            named_sync(1 + group, 128); /* before the next sums */
         }
     }
 };
@@ -145,42 +200,33 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) linear_wide_kernel(const __gr
 {
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
-    __shared__ uint64_t full[WIDE_STAGES], empty[WIDE_STAGES];
+    __shared__ uint64_t full[wide_stages<N>], empty[wide_stages<N>];
     __shared__ float scales[WIDE_TILES][N];
     using writing = sm90_writer<T, wide_cta<T, N>>;
     wide_cta<T, N> cta(params, dynamic_smem, full, empty);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < WIDE_STAGES; i++) {
-            barrier_init(smem_address(&full[i]), 1);
-            barrier_init(smem_address(&empty[i]), WIDE_WORKERS / 32);
-        }
-        barrier_init_fence();
-    }
+    if (threadIdx.x == 0) cta.init_barriers();
     __syncthreads();
     pk_let_next_kernel_start();
-    if (cta.warp == WIDE_WORKERS / 32) {
-        if (cta.lane == 0) cta.copy_all();
+    if (cta.warp >= WIDE_WORKERS / 32) {
+        give_registers<WIDE_COPIER_REGISTERS>();
+        if (threadIdx.x == WIDE_WORKERS) cta.copy_all();
         return;
     }
+    take_registers<WIDE_WORKER_REGISTERS>();
     pk_wait_for_previous_kernel();
-    int stage = 0, parity = 0, rows_of_scales = -1;
+    int stage = 0, parity = 0;
 #pragma unroll 1
-    for (int place = cta.place; place < cta.end_place; place++) {
-        cta.first_row = cta.row_of(place);
-        const writing writer(cta, params.args, scales[cta.group]);
-        const int output = cta.tile_of(place, cta.group) * cta.width + writer.column;
-        const int num_rows = output < cta.num_outputs ? writer.num_rows() : 0;
-        float total[N / 2];
-        cta.multiply(total, stage, parity);
-        leave_sums<N>(total, writer.sums, cta.warp % 4, cta.lane);
-        if (params.args.epilogue.divides_by_rms && rows_of_scales != cta.first_row)
-            fill_scales<N>(scales[cta.group], params.args, cta.first_row, writer.num_rows());
-        rows_of_scales = cta.first_row;
-        typename writing::rows_before before;
-        writer.load_before(before, writer.first_row, num_rows, output);
-        named_sync(1 + cta.group, 128);
-        writer.write_tile(before, num_rows, output);
-        named_sync(1 + cta.group, 128); /* before the next sums */
+    for (int block = cta.block; block < params.num_blocks; block += cta.block_stride) {
+        cta.first_row = block * N;
+        if (params.args.epilogue.divides_by_rms)
+            fill_scales<N>(scales[cta.group], params.args, cta.first_row, (int)params.args.x.num_rows - cta.first_row);
+#pragma unroll 1
+        for (int pair = cta.first_pair; pair < params.num_pairs; pair += cta.pair_stride) {
+            float total[N / 2];
+            cta.multiply(total, stage, parity);
+            writing writer(cta, params.args, scales[cta.group]);
+            cta.write(writer, total, (pair * WIDE_TILES + cta.group) * cta.width + writer.column);
+        }
     }
 #endif
 }
@@ -193,27 +239,55 @@ static constexpr int smem_on(const pk_cuda_card &)
     return wide_smem<N>;
 }
 
+/* How many tiles one behind the other, and how much is read for one of them. Of equally many the patch that reads least. */
+struct wide_way {
+    int64_t pairs_at_once, blocks_at_once, rounds, reads;
+};
+static wide_way way_of(int64_t pairs, int64_t blocks, int64_t rows, int64_t num_sms)
+{
+    wide_way best = {};
+    for (int64_t some = 1; some <= std::min(pairs, num_sms); some++) {
+        const int64_t high = std::min(num_sms / some, blocks);
+        const int64_t rounds = pk_ceil_div(pairs, some) * pk_ceil_div(blocks, high);
+        const int64_t reads = some * WIDE_OUTPUTS + high * rows;
+        if (best.rounds == 0 || rounds < best.rounds || (rounds == best.rounds && reads < best.reads))
+            best = {some, high, rounds, reads};
+    }
+    return best;
+}
+
+static pk_status map_weight(CUtensorMap *map, const pk_linear_args *args, pk_error *err)
+{
+    const int64_t in = args->weight.in_features, out = args->weight.out_features, stride = args->weight.stride;
+    const bool is_gated = args->epilogue.is_gated;
+    const int64_t sizes[] = {in, is_gated ? WIDE_GATES : out, is_gated ? 2 : 1, is_gated ? out / 2 / WIDE_GATES : 1};
+    const int64_t strides[] = {1, stride, is_gated ? out / 2 * stride : stride, WIDE_GATES * stride};
+    const int box[] = {WIDE_STEP, is_gated ? WIDE_GATES : WIDE_OUTPUTS, is_gated ? 2 : 1,
+                       is_gated ? WIDE_OUTPUTS / 2 / WIDE_GATES : 1};
+    return pk_cuda_tensor_map(map, "weight", args->weight.dtype, args->weight.data, 4, sizes, strides, box, err);
+}
+
 template <typename T, int N>
 static pk_status launch(const pk_linear_args *args, const pk_cuda_call &call)
 {
     static uint64_t smem_allowed;
     const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, call.device);
     const int64_t pairs = pk_ceil_div(all.num_tiles, WIDE_TILES), blocks = pk_ceil_div(args->x.num_rows, N);
-    if (pairs * blocks > INT32_MAX)
-        return pk_fail(call.err, PK_EUNSUPPORTED,
-                       "linear: x has %lld rows, too many for a weight of %lld with batch_invariant",
-                       (long long)args->x.num_rows, (long long)args->weight.out_features);
+    if (blocks > INT32_MAX / N)
+        return pk_fail(call.err, PK_EUNSUPPORTED, "linear: x has %lld rows, too many with batch_invariant",
+                       (long long)args->x.num_rows);
+    const wide_way way = way_of(pairs, blocks, N, call.device->num_sms);
     linear_wide_params params = {};
     params.args = *args;
-    params.num_pairs = (int)pairs, params.num_places = (int)(pairs * blocks);
+    params.num_pairs = (int)pairs, params.num_blocks = (int)blocks;
+    params.pairs_at_once = (int)way.pairs_at_once, params.blocks_at_once = (int)way.blocks_at_once;
     params.num_units = (int)all.num_units, params.num_splits = (int)all.num_splits;
-    PK_TRY(pk_cuda_linear_map(&params.weight_map, "weight", args, args->weight.data, args->weight.out_features,
-                              args->weight.stride, all.width, call.err));
+    PK_TRY(map_weight(&params.weight_map, args, call.err));
     PK_TRY(pk_cuda_linear_map(&params.x_map, "x", args, args->x.data, args->x.num_rows, args->x.stride, N, call.err));
     auto kernel = linear_wide_kernel<T, N>;
     PK_TRY(pk_cuda_allow_smem(call, kernel, wide_smem<N>, &smem_allowed));
     return pk_cuda_launch_early(call, "linear_wide_kernel", kernel,
-                                dim3((unsigned)std::min(params.num_places, call.device->num_sms)), dim3(WIDE_THREADS),
+                                dim3((unsigned)(way.pairs_at_once * way.blocks_at_once)), dim3(WIDE_THREADS),
                                 wide_smem<N>, params);
 }
 
@@ -223,10 +297,8 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
      pk_cuda_smem_of_hopper(smem_on<N>)},
     launch<T, N>};
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 64>,
-    instance<__nv_bfloat16, 128>,
-    instance<__half, 64>,
-    instance<__half, 128>,
+    instance<__nv_bfloat16, 64>, instance<__nv_bfloat16, 128>, instance<__nv_bfloat16, 192>,
+    instance<__half, 64>,        instance<__half, 128>,        instance<__half, 192>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_wide_kernels = pk_cuda_table(INSTANCES);
 
@@ -237,7 +309,18 @@ bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *de
     return args->x.num_rows > MOST_ROWS_OF_TWO && all.num_tiles * all.num_splits * blocks > device->num_sms;
 }
 
+/* By the instance whose CTAs read least, one tile behind the other: that is what bounds them, if anything but products. */
 pk_status pk_cuda_linear_wide(const pk_linear_args *args, const pk_cuda_call &call)
 {
-    return launch_for_rows(INSTANCES, args, call);
+    const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, call.device);
+    const int64_t pairs = pk_ceil_div(all.num_tiles, WIDE_TILES);
+    const pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> *best = nullptr;
+    int64_t least = 0;
+    for (const auto &each : INSTANCES) {
+        if (each.shown.reads != args->x.dtype) continue;
+        const int64_t rows = each.shown.rows, blocks = pk_ceil_div(args->x.num_rows, rows);
+        const int64_t reads = way_of(pairs, blocks, rows, call.device->num_sms).rounds * (WIDE_OUTPUTS + rows);
+        if (!best || reads < least) best = &each, least = reads;
+    }
+    return best ? best->launch(args, call) : pk_cuda_no_instance(call, INSTANCES[0].shown.kernel);
 }

@@ -25,8 +25,8 @@ enum {
     WIDE_DECLARED = 4096,                      /* bytes that the kernel declares, at most */
     WIDE_GATES = 4 /* whose ups follow them in shared memory */,
     /* What the copiers give away, those that multiply take; 65,536 / WIDE_THREADS are there. */
-    WIDE_COPIER_REGISTERS = 40,
-    WIDE_WORKER_REGISTERS = 232,
+    WIDE_COPIER_REGISTERS = 24,
+    WIDE_WORKER_REGISTERS = 240,
 };
 template <int N>
 static constexpr int wide_x_bytes = N *WIDE_STEP * 2;
@@ -170,25 +170,29 @@ struct wide_cta {
         constexpr int PARTS = 2; /* of a chunk, at most: there are half as many outputs where it is gated */
         const int num_rows = writer.num_rows(), of_thread = output < num_outputs ? num_rows : 0;
         const int rows_of_part = writer.AT_ONCE * writer.rows_apart;
-        typename writing::rows_before before[2][PARTS]; /* of this chunk and of the next one */
-        auto load_before = [&](int chunk) {
+        typename writing::rows_before before[PARTS], next[PARTS]; /* of this chunk and of the one behind it */
+        auto load_before = [&](typename writing::rows_before(&rows)[PARTS], int chunk) {
             for (int i = 0; i < PARTS; i++)
-                writer.load_before(before[chunk / WIDE_CHUNK % 2][i], chunk + writer.first_row + i * rows_of_part,
-                                   of_thread, output);
+                writer.load_before(rows[i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
         };
-        load_before(0);
+        load_before(before, 0);
+#pragma unroll 1
+        for (int chunk = 0; chunk < min(N, num_rows); chunk += WIDE_CHUNK) {
+            load_before(next, chunk + WIDE_CHUNK);
 #pragma unroll
-        for (int chunk = 0; chunk < N; chunk += WIDE_CHUNK) {
-            if (chunk >= num_rows) break;
-            if (chunk + WIDE_CHUNK < N) load_before(chunk + WIDE_CHUNK);
-            leave_sums<WIDE_CHUNK>(*(const float(*)[WIDE_CHUNK / 2])(total + chunk / 2), writer.sums, warp % 4, lane);
+            for (int its = 0; its < N; its += WIDE_CHUNK)
+                if (its == chunk)
+                    leave_sums<WIDE_CHUNK>(*(const float(*)[WIDE_CHUNK / 2])(total + its / 2), writer.sums, warp % 4,
+                                           lane);
             writer.sum_base = -chunk;
             named_sync(1 + group, 128);
 #pragma unroll
             for (int i = 0; i < PARTS; i++)
                 if (i * rows_of_part < WIDE_CHUNK)
-                    writer.write_rows(before[chunk / WIDE_CHUNK % 2][i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
+                    writer.write_rows(before[i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
             named_sync(1 + group, 128); /* before the next sums */
+            for (int i = 0; i < PARTS; i++)
+                for (int j = 0; j < writer.AT_ONCE; j++) before[i][j] = next[i][j];
         }
     }
 };

@@ -13,7 +13,7 @@ float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 struct called_wide {
     int num_rows, in_features, out_features, instance, num_splits, dtype, out_dtype, out_stride, num_squares; /* in */
-    int is_gated, adds_to_out, divides_by_rms, is_constant, num_ctas;                                         /* the last: out */
+    int is_gated, adds_to_out, divides_by_rms, is_constant, num_ctas; /* the last: out */
 };
 static called_wide *called;
 
@@ -59,7 +59,8 @@ extern "C" const char *linear_wide_on_cpu(called_wide *its, const void *x, const
     if (its->divides_by_rms) args.x.squares = x_squares, args.x.num_squares = its->num_squares;
     args.epilogue.divides_by_rms = its->divides_by_rms, args.epilogue.rms_eps = 1e-6f;
     args.epilogue.bias = bias, args.epilogue.is_gated = its->is_gated, args.epilogue.adds_to_out = its->adds_to_out;
-    args.epilogue.out = out, args.epilogue.out_stride = its->out_stride, args.epilogue.out_dtype = (pk_dtype)its->out_dtype;
+    args.epilogue.out = out, args.epilogue.out_stride = its->out_stride,
+    args.epilogue.out_dtype = (pk_dtype)its->out_dtype;
     if (squares) args.epilogue.squares = squares, args.epilogue.num_squares = its->out_features / TILE;
     args.is_batch_invariant = true;
     emulated_launch = run;

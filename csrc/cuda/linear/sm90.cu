@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
         const int output = tile * width + column, num_rows = output < cta.num_outputs ? writer.num_rows() : 0;
-        typename sm90_writer<T, sm90_cta<T, N>>::rows_before before;
+        typename sm90_writer<T, sm90_cta<T, N>>::rows_before before = {};
         writer.load_before(before, first_row, num_rows, output);
 
         cta.fill_sums(writer.sums, stage, parity);

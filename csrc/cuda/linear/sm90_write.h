@@ -105,26 +105,25 @@ struct sm90_writer {
         return (row_base + row) * args.epilogue.out_stride + output;
     }
 
-    /* What out holds of some rows, before the product is added. */
+    /* What out holds of some rows, before the product is added; zeros, where it is not, stay. */
     __device__ __forceinline__ void load_before(rows_before &before, int row, int num_rows, int output) const
     {
-        for (int i = 0; i < AT_ONCE; i++, row += rows_apart) {
-            before[i] = {};
-            if (args.epilogue.adds_to_out && args.epilogue.out_dtype != PK_F32 && row < num_rows)
-                before[i] = *(const pk_vec<word, 2> *)((const T *)args.epilogue.out + place_of(row, output));
-        }
+        if (!args.epilogue.adds_to_out || args.epilogue.out_dtype == PK_F32) return;
+        const T *from = (const T *)args.epilogue.out + place_of(row, output);
+        for (int i = 0; i < AT_ONCE; i++, row += rows_apart, from += rows_apart * args.epilogue.out_stride)
+            if (row < num_rows) before[i] = *(const pk_vec<word, 2> *)from;
     }
-    /* A row's sums, and where it is gated those of its ups. */
-    __device__ __forceinline__ void add_parts(float (&values)[4], float (&ups)[4], int row) const
+    /* Sums from `column` of a row of a tile on, of some rows. */
+    __device__ __forceinline__ void add_parts(float (&values)[AT_ONCE][4], int row, int num_rows, int column) const
     {
+        for (int i = 0; i < AT_ONCE; i++, row += rows_apart)
 #pragma unroll 4
-        for (int from = 0; from < cta.num_splits; from++) {
-            const float *at = from == cta.split
-                                  ? sums + (sum_base + row) * PITCH
-                                  : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
-            add_4(values, at + cta.place_of_gates(column));
-            if (args.epilogue.is_gated) add_4(ups, at + cta.place_of_ups(column));
-        }
+            for (int from = 0; from < cta.num_splits; from++) {
+                const float *at = from == cta.split
+                                      ? sums + (sum_base + row) * PITCH
+                                      : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
+                if (row < num_rows) add_4(values[i], at + column);
+            }
     }
     /* Values of some rows as they are stored: each step for all of them, so that none waits for another's. */
     __device__ __forceinline__ void finish(float (&values)[AT_ONCE][4], float (&ups)[AT_ONCE][4],
@@ -163,23 +162,26 @@ struct sm90_writer {
     __device__ __forceinline__ void write_rows(const rows_before &before, int row, int num_rows, int output) const
     {
         const pk_epilogue &to = args.epilogue;
+        const int64_t first = place_of(row, output), apart = rows_apart * to.out_stride;
         float values[AT_ONCE][4] = {}, ups[AT_ONCE][4] = {}, squares[AT_ONCE] = {};
-        for (int i = 0; i < AT_ONCE; i++)
-            if (row + i * rows_apart < num_rows) add_parts(values[i], ups[i], row + i * rows_apart);
+        add_parts(values, row, num_rows, cta.place_of_gates(column));
+        if (to.is_gated) add_parts(ups, row, num_rows, cta.place_of_ups(column));
         finish(values, ups, before, row, num_rows, output);
-        for (int i = 0; i < AT_ONCE; i++) {
-            if (row + i * rows_apart >= num_rows) continue;
-            const int64_t at = place_of(row + i * rows_apart, output);
-            if (to.out_dtype != PK_F32) {
-                write_4((T *)to.out + at, values[i]);
-            } else {
-                if (to.adds_to_out) add_4(values[i], (const float *)to.out + at);
-                write_4((float *)to.out + at, values[i]);
+        if (to.out_dtype == PK_F32) {
+            for (int i = 0; i < AT_ONCE; i++) {
+                float *at = (float *)to.out + first + i * apart;
+                if (row + i * rows_apart >= num_rows) continue;
+                if (to.adds_to_out) add_4(values[i], at);
+                write_4(at, values[i]);
             }
-            for (float value : values[i]) squares[i] = fmaf(value, value, squares[i]); /* as written, in each kernel */
+        } else {
+            for (int i = 0; i < AT_ONCE; i++)
+                if (row + i * rows_apart < num_rows) write_4((T *)to.out + first + i * apart, values[i]);
         }
         if (!to.squares) return;
-        /* Of a tile, TILE outputs, which half a warp has. */
+        /* As they are stored; fused as it is written, in each kernel. Half a warp has a tile of TILE outputs. */
+        for (int i = 0; i < AT_ONCE; i++)
+            for (float value : values[i]) squares[i] = fmaf(value, value, squares[i]);
         for (int distance = 1; distance < 16; distance *= 2)
             for (float &sum : squares) sum += __shfl_xor_sync(~0u, sum, distance);
         for (int i = 0; i < AT_ONCE; i++, row += rows_apart)

@@ -159,7 +159,7 @@ struct wide_cta {
         constexpr int PARTS = 2; /* of a chunk, at most: there are half as many outputs where it is gated */
         const int num_rows = writer.num_rows(), of_thread = output < num_outputs ? num_rows : 0;
         const int rows_of_part = writer.AT_ONCE * writer.rows_apart;
-        typename writing::rows_before before[PARTS], next[PARTS]; /* of this chunk and of the one behind it */
+        typename writing::rows_before before[PARTS] = {}, next[PARTS] = {}; /* of this chunk and of the one behind it */
         auto load_before = [&](typename writing::rows_before(&rows)[PARTS], int chunk) {
             for (int i = 0; i < PARTS; i++)
                 writer.load_before(rows[i], chunk + writer.first_row + i * rows_of_part, of_thread, output);

@@ -12,7 +12,8 @@ static void send_bytes(int, uint32_t, uint32_t, int, uint32_t);
 float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 struct called_wide {
-    int num_rows, in_features, out_features, instance, num_splits, dtype, out_dtype, out_stride, num_squares; /* in */
+    int num_rows, in_features, out_features, rows, num_splits, dtype, out_dtype, out_stride,
+        num_squares;                                                  /* in; rows: of an instance, or 0 */
     int is_gated, adds_to_out, divides_by_rms, is_constant, num_ctas; /* the last: out */
 };
 static called_wide *called;
@@ -65,8 +66,8 @@ extern "C" const char *linear_wide_on_cpu(called_wide *its, const void *x, const
     args.is_batch_invariant = true;
     emulated_launch = run;
     pk_status status = PK_EDEVICE;
-    int found = 0;
+    if (its->rows == 0) status = pk_cuda_linear_wide(&args, on_host.call());
     for (const auto &each : INSTANCES)
-        if (each.shown.reads == dtype && found++ == its->instance) status = each.launch(&args, on_host.call());
+        if (each.shown.reads == dtype && each.shown.rows == its->rows) status = each.launch(&args, on_host.call());
     return status == PK_OK ? nullptr : status == PK_ECUDA ? "the kernel was not launched as expected" : error.message;
 }

@@ -10,7 +10,7 @@ from emulated import load, patched, struct_of
 from fuzz_calls_memory import decode, encode
 from test_dequantize_on_cpu import DTYPES
 
-Wide = struct_of("num_rows", "in_features", "out_features", "instance", "num_splits", "dtype", "out_dtype", "out_stride", "num_squares",
+Wide = struct_of("num_rows", "in_features", "out_features", "rows", "num_splits", "dtype", "out_dtype", "out_stride", "num_squares",
                  "is_gated", "adds_to_out", "divides_by_rms", "is_constant", "num_ctas")  # fmt: skip
 UNIT, INSTRUCTION, TILE = 128, 16, 64  # inputs of a unit of a part, and of an instruction; outputs
 
@@ -66,8 +66,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype, instance, num_rows", [("bfloat16", 0, 139), ("float16", 1, 300), ("bfloat16", 2, 450), ("bfloat16", 2, 3)], ids=str)
-def test_bits(multiply, rng, dtype, instance, num_rows, name):
+@pytest.mark.parametrize("dtype, rows, num_rows", [("bfloat16", 64, 139), ("float16", 128, 300), ("bfloat16", 192, 450), ("bfloat16", 0, 3)], ids=str)
+def test_bits(multiply, rng, dtype, rows, num_rows, name):
+    """`rows`: of an instance, or the one that is chosen."""
     case = {"out_features": 300, "in_features": 520, "num_splits": 1, "out_dtype": dtype} | CASES[name]
     size, outputs, is_gated = case["in_features"], case["out_features"], case.get("is_gated", 0)
     width = outputs // (1 + is_gated)
@@ -79,7 +80,7 @@ def test_bits(multiply, rng, dtype, instance, num_rows, name):
     out = np.full((num_rows + 1, width + 4), 7.0)
     out[:-1, :width] = before
     there, squares = encode(oracle.rounded(out, case["out_dtype"]), case["out_dtype"]), np.full((num_rows + 1, outputs // TILE), np.nan, np.float32)
-    its = Wide(num_rows, size, outputs, instance, case["num_splits"], DTYPES[dtype], DTYPES[case["out_dtype"]], width + 4, 8, is_gated,
+    its = Wide(num_rows, size, outputs, rows, case["num_splits"], DTYPES[dtype], DTYPES[case["out_dtype"]], width + 4, 8, is_gated,
                case.get("adds_to_out", 0), case.get("divides_by_rms", 0), num_rows % 2)  # fmt: skip
     multiply(its, encode(x, dtype), encode(weight, dtype), x_squares, encode(bias, dtype) if bias is not None else 0, there,
              squares if case.get("leaves_squares") else 0)  # fmt: skip

@@ -66,7 +66,8 @@ struct wide_way {
 static wide_way way_of(int64_t pairs, int64_t blocks, int64_t rows, int64_t num_sms)
 {
     wide_way best = {};
-    for (int64_t some = 1; some <= std::min(pairs, num_sms); some++) {
+    for (int64_t some = std::min(pairs, num_sms); some > 0; some--) {
+        some = pk_ceil_div(pairs, pk_ceil_div(pairs, some)); /* as few as take no more turns */
         const int64_t high = std::min(num_sms / some, blocks);
         const int64_t rounds = pk_ceil_div(pairs, some) * pk_ceil_div(blocks, high);
         const int64_t reads = some * WIDE_OUTPUTS + high * rows;

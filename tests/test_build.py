@@ -209,7 +209,6 @@ ALLOWED_LOCAL_MEMORY = [
                                                           "and them: 128 registers are what two CTAs leave"),
     (r"expert_few_kernelI(10expert_fp8|11expert_int4)", 24, "the same, and the scales of a line"),
     (r"expert_any_kernelI", 32, "the eight values that a thread decodes at once"),
-    (r"linear_wide_kernelI.*Li192E", 56, "nine of 96 sums of all parts, which are read once a part, and addresses: two sets of 96 leave 48"),
     (r"sample_kernelI.*Lb1E", 24, "six of its 64 registers, in the filters: 1024 threads an SM are worth more"),
 ]
 

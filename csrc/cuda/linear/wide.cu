@@ -1,6 +1,6 @@
 /* wide.cu - linear with batch_invariant for more rows than sm90.cu is good for, on Hopper: with its bits.
  *
- * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64, 128 or 192 rows. Both read the same x from a ring
+ * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64 or 128 rows. Both read the same x from a ring
  * of stages, which one thread fills by two copies each. The parts of the inputs, for each of which sm90.cu has a CTA of a
  * cluster, come here one after the other: each is a chain of its own, and their sums are added in the same order. Sums become
  * outputs by sm90_write.h, too, CHUNK rows at a time.
@@ -118,16 +118,18 @@ static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> instance = {
      pk_cuda_smem_of_hopper(smem_on<N>)},
     launch<T, N>};
 static constexpr pk_cuda_instance<pk_cuda_launcher<pk_linear_args>> INSTANCES[] = {
-    instance<__nv_bfloat16, 64>, instance<__nv_bfloat16, 128>, instance<__nv_bfloat16, 192>,
-    instance<__half, 64>,        instance<__half, 128>,        instance<__half, 192>,
+    instance<__nv_bfloat16, 64>,
+    instance<__nv_bfloat16, 128>,
+    instance<__half, 64>,
+    instance<__half, 128>,
 };
 const pk_cuda_kernel_table pk_cuda_linear_wide_kernels = pk_cuda_table(INSTANCES);
 
 bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *device)
 {
     const linear_sm90_division all = pk_cuda_linear_sm90_divide(args, device);
-    const int64_t blocks = pk_ceil_div(args->x.num_rows, MOST_ROWS);
-    return args->x.num_rows > MOST_ROWS_OF_TWO && all.num_tiles * all.num_splits * blocks > device->num_sms;
+    const bool fits = args->x.num_rows <= MOST_ROWS && all.num_tiles * all.num_splits <= device->num_sms;
+    return args->x.num_rows > MOST_ROWS_OF_TWO && !fits;
 }
 
 /* By the instance whose CTAs read least, one tile behind the other: that is what bounds them, if anything but products. */

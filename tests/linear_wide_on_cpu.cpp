@@ -1,6 +1,6 @@
 /* linear_wide_on_cpu.cpp - wide.cu by its own code on the CPU, four CTAs at once (tests/test_linear_wide_on_cpu.py). */
 #define EMULATED_CTAS 4
-#define EMULATED_CTA_THREADS 384
+#define EMULATED_CTA_THREADS 512
 #include "emulated_sm90.h"
 
 /* What sm90.cu's CTAs tell each other: in a header of this kernel, but not called by it. */

@@ -18,7 +18,7 @@ UNIT, INSTRUCTION, TILE = 128, 16, 64  # inputs of a unit of a part, and of an i
 @pytest.fixture(scope="module")
 def multiply(tmp_path_factory):
     folder, path = tmp_path_factory.mktemp("wide"), Path("cuda/linear/wide.cu")
-    barriers, scales = "[wide_stages<N>], empty[wide_stages<N>];", "[WIDE_TILES][N];"
+    barriers, scales = "[wide_stages<N>], empty[wide_stages<N>];", "[N];"
     patched(folder, path, ("extern __shared__ char dynamic_smem[];", "char *const dynamic_smem = emulated_dynamic();"),
             (f"__shared__ uint64_t full{barriers}\n    __shared__ float scales{scales}",
              f"struct declared {{ uint64_t full{barriers} float scales{scales} }};\n"

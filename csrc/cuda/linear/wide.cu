@@ -21,32 +21,22 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) linear_wide_kernel(const __gr
 #ifdef PK_SM90A
     extern __shared__ char dynamic_smem[];
     __shared__ uint64_t full[wide_stages<N>], empty[wide_stages<N>];
-    __shared__ float scales[WIDE_TILES][N];
-    using writing = sm90_writer<T, wide_cta<T, N>>;
-    wide_cta<T, N> cta(params, dynamic_smem, full, empty);
+    __shared__ float scales[N];
+    wide_cta<T, N> cta(params, dynamic_smem, full, empty, scales);
     if (threadIdx.x == 0) cta.init_barriers();
     __syncthreads();
     pk_let_next_kernel_start();
-    if (cta.warp >= WIDE_WORKERS / 32) {
+    if (cta.warp >= (WIDE_MULTIPLIERS + WIDE_WRITERS) / 32) {
         give_registers<WIDE_COPIER_REGISTERS>();
-        if (threadIdx.x == WIDE_WORKERS) cta.copy_all();
+        if (threadIdx.x == WIDE_MULTIPLIERS + WIDE_WRITERS) cta.copy_all();
         return;
     }
-    take_registers<WIDE_WORKER_REGISTERS>();
     pk_wait_for_previous_kernel();
-    int stage = 0, parity = 0;
-#pragma unroll 1
-    for (int block = cta.block; block < params.num_blocks; block += cta.block_stride) {
-        cta.first_row = block * N;
-        if (params.args.epilogue.divides_by_rms)
-            fill_scales<N>(scales[cta.group], params.args, cta.first_row, (int)params.args.x.num_rows - cta.first_row);
-#pragma unroll 1
-        for (int pair = cta.first_pair; pair < params.num_pairs; pair += cta.pair_stride) {
-            float total[N / 2];
-            cta.multiply(total, stage, parity);
-            writing writer(cta, params.args, scales[cta.group]);
-            cta.write(writer, total, (pair * WIDE_TILES + cta.group) * cta.width + writer.column);
-        }
+    if (cta.warp < WIDE_MULTIPLIERS / 32) {
+        take_registers<WIDE_MULTIPLIER_REGISTERS>();
+        cta.multiply_all();
+    } else {
+        cta.write_all();
     }
 #endif
 }

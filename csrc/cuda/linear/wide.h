@@ -7,27 +7,27 @@
 enum {
     WIDE_STEP = LINE, /* inputs of a stage */
     WIDE_TILES = 2,   /* of TILE outputs: warpgroups that multiply */
-    WIDE_WORKERS = WIDE_TILES * 128,
-    WIDE_THREADS = WIDE_WORKERS + 128,
-    WIDE_CHUNK = 32,                          /* rows that a warpgroup writes at once */
-    WIDE_OUTPUTS = WIDE_TILES * TILE,         /* of a pair of tiles */
-    WIDE_UNIT = STEP / WIDE_STEP,             /* stages of a unit of sm90.cu */
-    WIDE_SUMS_BYTES = WIDE_CHUNK * PITCH * 4, /* of a warpgroup */
-    WIDE_DECLARED = 4096,                     /* bytes that the kernel declares, at most */
-    WIDE_GATES = 4 /* whose ups follow them in shared memory */,
-    /* What the copiers give away, those that multiply take; 65,536 / WIDE_THREADS are there. */
-    WIDE_COPIER_REGISTERS = 24,
-    WIDE_WORKER_REGISTERS = 240,
+    WIDE_MULTIPLIERS = WIDE_TILES * 128,
+    WIDE_WRITERS = 128,                                   /* another warpgroup */
+    WIDE_THREADS = WIDE_MULTIPLIERS + WIDE_WRITERS + 128, /* the last warpgroup's first thread copies */
+    WIDE_COPIER_REGISTERS = 24, /* they give away what those that multiply take: 128 are there for each thread */
+    WIDE_MULTIPLIER_REGISTERS = 176,
+    WIDE_OUTPUTS = WIDE_TILES * TILE, /* of a pair of tiles */
+    WIDE_UNIT = STEP / WIDE_STEP,     /* stages of a unit of sm90.cu */
+    WIDE_DECLARED = 2048,             /* bytes that the kernel declares, at most */
+    WIDE_GATES = 4                    /* whose ups follow them in shared memory */
 };
 template <int N>
 static constexpr int wide_x_bytes = N *WIDE_STEP * 2;
 template <int N>
 static constexpr int wide_stage_bytes = wide_x_bytes<N> + WIDE_OUTPUTS *WIDE_STEP * 2;
 template <int N>
-static constexpr int wide_stages =
-    (227 * 1024 - WIDE_DECLARED - 1024 - WIDE_TILES * WIDE_SUMS_BYTES) / wide_stage_bytes<N>;
+static constexpr int wide_sums_bytes = N *PITCH * 4; /* of a tile */
 template <int N>
-static constexpr int wide_smem = 1024 + wide_stages<N> *wide_stage_bytes<N> + WIDE_TILES *WIDE_SUMS_BYTES;
+static constexpr int wide_stages =
+    (227 * 1024 - WIDE_DECLARED - 1024 - WIDE_TILES * wide_sums_bytes<N>) / wide_stage_bytes<N>;
+template <int N>
+static constexpr int wide_smem = 1024 + wide_stages<N> *wide_stage_bytes<N> + WIDE_TILES *wide_sums_bytes<N>;
 
 struct linear_wide_params {
     CUtensorMap weight_map; /* in_features, outputs; gated: in_features, 4 outputs, gates and ups, all such fours */
@@ -43,10 +43,13 @@ struct linear_wide_params {
 /* What a CTA multiplies, and how; with what the writer asks a CTA for. */
 template <typename T, int N>
 struct wide_cta {
-    static constexpr int WRITERS = 128, ROWS_AT_ONCE = 2, STAGES = wide_stages<N>, STAGE_BYTES = wide_stage_bytes<N>;
+    static constexpr int WRITERS = WIDE_WRITERS, ROWS_AT_ONCE = 4, STAGES = wide_stages<N>,
+                         STAGE_BYTES = wide_stage_bytes<N>;
     const linear_wide_params &params;
+    enum { FILLED = 1, EMPTIED = 3, LAST = 5, SCALED }; /* named barriers, of the first two one for each tile */
     const pk_linear_args &args;
     uint64_t *const full, *const empty; /* mbarriers of the stages */
+    float *const scales;                /* of the CTA's rows, where they are divided */
     uint32_t ring;
     char *ring_pointer;
     int warp, lane, group;                            /* the last: which of the two tiles */
@@ -55,8 +58,9 @@ struct wide_cta {
     int first_row = 0, rows_of_cta = N;
     static constexpr int num_splits = 1, split = 0; /* what is left to be added when a tile is written */
 
-    __device__ __forceinline__ wide_cta(const linear_wide_params &params, char *smem, uint64_t *full, uint64_t *empty)
-        : params(params), args(params.args), full(full), empty(empty)
+    __device__ __forceinline__ wide_cta(const linear_wide_params &params, char *smem, uint64_t *full, uint64_t *empty,
+                                        float *scales)
+        : params(params), args(params.args), full(full), empty(empty), scales(scales)
     {
         ring = (smem_address(smem) + 1023) & ~1023u; /* the swizzle counts from such borders */
         ring_pointer = smem + (ring - smem_address(smem));
@@ -70,14 +74,14 @@ struct wide_cta {
     {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(smem_address(&full[i]), 1);
-            barrier_init(smem_address(&empty[i]), WIDE_WORKERS / 32);
+            barrier_init(smem_address(&empty[i]), WIDE_MULTIPLIERS / 32);
         }
         barrier_init_fence();
     }
     __device__ __forceinline__ int writer() const { return threadIdx.x % 128; }
     __device__ __forceinline__ float *sums() const
     {
-        return (float *)(ring_pointer + STAGES * STAGE_BYTES + group * WIDE_SUMS_BYTES);
+        return (float *)(ring_pointer + STAGES * STAGE_BYTES + group * wide_sums_bytes<N>);
     }
     __device__ __forceinline__ const float *inbox() const { return nullptr; }
     __device__ __forceinline__ int place_in_inbox(int, int) const { return 0; }
@@ -152,36 +156,68 @@ struct wide_cta {
             for (int i = 0; i < N / 2; i++) total[i] += acc[i];
         }
     }
-    /* A tile's sums become outputs. */
-    template <typename writing>
-    __device__ __forceinline__ void write(writing &writer, const float (&total)[N / 2], int output) const
+    __device__ __forceinline__ bool is_last(int block, int pair) const
     {
-        constexpr int PARTS = 2; /* of a chunk, at most: there are half as many outputs where it is gated */
-        const int num_rows = writer.num_rows(), of_thread = output < num_outputs ? num_rows : 0;
-        const int rows_of_part = writer.AT_ONCE * writer.rows_apart;
-        typename writing::rows_before before[PARTS] = {}, next[PARTS] = {}; /* of this chunk and of the one behind it */
-        auto load_before = [&](typename writing::rows_before(&rows)[PARTS], int chunk) {
-            for (int i = 0; i < PARTS; i++)
-                writer.load_before(rows[i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
-        };
-        load_before(before, 0);
+        return block + block_stride >= params.num_blocks && pair + pair_stride >= params.num_pairs;
+    }
+    /* The sums of a tile become outputs by a warpgroup, once wait() has returned. What out holds of some rows is asked for while
+     * those before them are written. */
+    template <typename Wait>
+    __device__ __forceinline__ void write(int pair, Wait wait) const
+    {
+        using writing = sm90_writer<T, wide_cta>;
+        const writing writer(*this, args, scales);
+        const int output = (pair * WIDE_TILES + group) * width + writer.column, num_rows = writer.num_rows();
+        const int of_thread = output < num_outputs ? num_rows : 0, at_once = writing::AT_ONCE * writer.rows_apart;
+        typename writing::rows_before before = {}, next = {};
+        writer.load_before(before, writer.first_row, of_thread, output);
+        wait();
 #pragma unroll 1
-        for (int chunk = 0; chunk < min(N, num_rows); chunk += WIDE_CHUNK) {
-            load_before(next, chunk + WIDE_CHUNK);
-#pragma unroll
-            for (int its = 0; its < N; its += WIDE_CHUNK)
-                if (its == chunk)
-                    leave_sums<WIDE_CHUNK>(*(const float(*)[WIDE_CHUNK / 2])(total + its / 2), writer.sums, warp % 4,
-                                           lane);
-            writer.sum_base = -chunk;
-            named_sync(1 + group, 128);
-#pragma unroll
-            for (int i = 0; i < PARTS; i++)
-                if (i * rows_of_part < WIDE_CHUNK)
-                    writer.write_rows(before[i], chunk + writer.first_row + i * rows_of_part, of_thread, output);
-            named_sync(1 + group, 128); /* before the next sums */
-            for (int i = 0; i < PARTS; i++)
-                for (int j = 0; j < writer.AT_ONCE; j++) before[i][j] = next[i][j];
+        for (int row = 0; row < num_rows; row += at_once) {
+            writer.load_before(next, row + at_once + writer.first_row, of_thread, output);
+            writer.write_rows(before, row + writer.first_row, of_thread, output);
+            for (int i = 0; i < writing::AT_ONCE; i++) before[i] = next[i];
+        }
+    }
+    /* All the work of a warpgroup that multiplies: it writes its last tile, too, as nothing is left to be multiplied. */
+    __device__ __forceinline__ void multiply_all()
+    {
+        int stage = 0, parity = 0;
+        bool is_first = true;
+#pragma unroll 1
+        for (; block < params.num_blocks; block += block_stride) {
+            first_row = block * N;
+#pragma unroll 1
+            for (int pair = first_pair; pair < params.num_pairs; pair += pair_stride) {
+                float total[N / 2];
+                multiply(total, stage, parity);
+                if (!is_first) named_sync(EMPTIED + group, 128 + WIDE_WRITERS);
+                is_first = false;
+                leave_sums<N>(total, sums(), warp % 4, lane);
+                if (is_last(block, pair))
+                    write(pair, [] { named_sync(LAST, WIDE_MULTIPLIERS + WIDE_WRITERS); });
+                else
+                    named_arrive(FILLED + group, 128 + WIDE_WRITERS);
+            }
+        }
+    }
+    /* All the work of the warpgroup that writes: all tiles but the last one of each. */
+    __device__ __forceinline__ void write_all()
+    {
+#pragma unroll 1
+        for (; block < params.num_blocks; block += block_stride) {
+            first_row = block * N;
+            named_sync(SCALED, WIDE_WRITERS); /* nobody reads the scales of the rows before */
+            if (args.epilogue.divides_by_rms) fill_scales<N>(scales, args, first_row, (int)args.x.num_rows - first_row);
+#pragma unroll 1
+            for (int pair = first_pair; pair < params.num_pairs; pair += pair_stride) {
+                if (is_last(block, pair)) return named_arrive(LAST, WIDE_MULTIPLIERS + WIDE_WRITERS);
+#pragma unroll 1
+                for (group = 0; group < WIDE_TILES; group++) {
+                    write(pair, [&] { named_sync(FILLED + group, 128 + WIDE_WRITERS); });
+                    named_arrive(EMPTIED + group, 128 + WIDE_WRITERS);
+                }
+            }
         }
     }
 };

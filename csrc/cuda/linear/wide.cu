@@ -1,13 +1,14 @@
 /* wide.cu - linear with batch_invariant for more rows than sm90.cu is good for, on Hopper: with its bits.
  *
- * A CTA multiplies two neighbouring tiles of sm90.cu (a warpgroup each) by 64 or 128 rows. Both read the same x from a ring
- * of stages, which one thread fills by two copies each. The parts of the inputs, for each of which sm90.cu has a CTA of a
- * cluster, come here one after the other: each is a chain of its own, and their sums are added in the same order. Sums become
- * outputs by sm90_write.h, too, CHUNK rows at a time.
+ * Two warpgroups of a CTA multiply a tile of sm90.cu each, two neighbours, by 64 or 128 rows. Both read the same x from a ring of
+ * stages, which one thread fills by two copies each. The parts of the inputs, for each of which sm90.cu has a CTA of a
+ * cluster, come here one after the other: each is a chain of its own, and their sums are added in the same order. A third
+ * warpgroup makes outputs of them by sm90_write.h, too, while the next tiles are multiplied; the last ones are written by those
+ * that multiplied them.
  *
- * CTAs are persistent, and the ring goes on filling while a tile is written. All of them together have a patch of tiles, some
- * pairs wide and some blocks of rows high, so that little is read at a time and much of it by several. A CTA keeps its rows
- * until it has been through the outputs: what they are divided by is found once.
+ * CTAs are persistent. All of them together have a patch of tiles, some pairs wide and some blocks of rows high, so that little
+ * is read at a time and much of it by several. A CTA keeps its rows until it has been through the outputs: what they are
+ * divided by is found once.
  */
 #include "cuda/linear/wide.h"
 

@@ -45,8 +45,8 @@ template <typename T, int N>
 struct wide_cta {
     static constexpr int WRITERS = WIDE_WRITERS, ROWS_AT_ONCE = 4, STAGES = wide_stages<N>,
                          STAGE_BYTES = wide_stage_bytes<N>;
-    const linear_wide_params &params;
     enum { FILLED = 1, EMPTIED = 3, LAST = 5, SCALED }; /* named barriers, of the first two one for each tile */
+    const linear_wide_params &params;
     const pk_linear_args &args;
     uint64_t *const full, *const empty; /* mbarriers of the stages */
     float *const scales;                /* of the CTA's rows, where they are divided */

@@ -62,7 +62,7 @@ static bool has_started[THREADS], is_done[THREADS];
 static std::function<void()> work;
 
 struct thread_index {
-    int x;
+    int x, y;
 };
 static thread_index index() { return {current}; }
 

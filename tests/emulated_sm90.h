@@ -156,6 +156,10 @@ static void copy_2d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int
 {
     emulated_copy(smem, map, barrier, {c0, c1});
 }
+static void copy_4d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3)
+{
+    emulated_copy(smem, map, barrier, {c0, c1, c2, c3});
+}
 static void copy_5d(uint32_t smem, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4)
 {
     emulated_copy(smem, map, barrier, {c0, c1, c2, c3, c4});

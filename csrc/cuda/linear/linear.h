@@ -45,7 +45,8 @@ constexpr int LINEAR_SM90_TILE = 64; /* outputs */
 bool pk_cuda_linear_sm90_applies(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_sm90;
 
-/* wide.cu: the same sums for more rows, where the CTAs of sm90.cu, one on an SM, would not all run at once. */
+/* wide.cu: the same sums for more rows: more than a block of sm90.cu has, or where its CTAs, one on an SM, would not all run at
+ * once. */
 bool pk_cuda_linear_is_wide(const pk_linear_args *args, const pk_cuda_device *device);
 pk_cuda_launcher<pk_linear_args> pk_cuda_linear_wide;
 

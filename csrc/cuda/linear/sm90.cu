@@ -55,14 +55,18 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<N>)
 #pragma unroll 1
     for (int tile = first_tile; tile < params.num_tiles; tile += tile_stride) {
         const int output = tile * width + column, num_rows = output < cta.num_outputs ? writer.num_rows() : 0;
-        pk_vec<T, 4> before[2];
+        typename sm90_writer<T, sm90_cta<T, N>>::rows_before before = {};
         writer.load_before(before, first_row, num_rows, output);
 
         cta.fill_sums(writer.sums, stage, parity);
         if (is_split) fence_async_proxy();
         named_sync(1, WORKERS);
         if (is_split) cta.exchange_sums();
-        writer.write_tile(before, num_rows, output);
+#pragma unroll 1
+        for (int row = 0; row < writer.num_rows(); row += 2 * writer.rows_apart) {
+            if (row > 0) writer.load_before(before, row + first_row, num_rows, output);
+            writer.write_rows(before, row + first_row, num_rows, output);
+        }
         if (tile + tile_stride < params.num_tiles) named_sync(1, WORKERS); /* before the next sums */
     }
     if (is_split) cluster_wait(); /* what this CTA has sent has left its memory */

@@ -152,6 +152,9 @@ struct sm90_cta {
     __device__ __forceinline__ int writer() const { return threadIdx.x; }
     __device__ __forceinline__ float *sums() const { return (float *)(ring_pointer + params.sums_at); }
     __device__ __forceinline__ const float *inbox() const { return (float *)(ring_pointer + params.inbox_at); }
+    /* Of a column of the outputs, among the sums of a row. */
+    __device__ __forceinline__ int place_of_gates(int column) const { return column; }
+    __device__ __forceinline__ int place_of_ups(int column) const { return width + column; }
     __device__ __forceinline__ bool multiplies() const { return warp < 4; }
     /* The products of a tile, in acc. */
     __device__ __forceinline__ void multiply(float (&acc)[N / 2], int &stage, int &parity) const

@@ -66,97 +66,127 @@ __device__ static inline void write_4(T *to, const float (&values)[4])
     *(pk_vec<T, 4> *)to = packed;
 }
 
+/* The same numbers as T, two by two: one by one they would take the unit of exponentials. */
+template <typename T>
+__device__ static inline void round_4(float (&values)[4])
+{
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t pair = pk_pack_pair<T>(values[i], values[i + 1]);
+        const float2 rounded = pk_to_floats(*(const typename pk_packed<T>::word *)&pair);
+        values[i] = rounded.x, values[i + 1] = rounded.y;
+    }
+}
+
 /* A thread writes 4 outputs, from `column` of the tile on, of every rows_apart-th row of the CTA's. */
 template <typename T, typename Cta>
 struct sm90_writer {
     static constexpr int AT_ONCE = Cta::ROWS_AT_ONCE;
-    using rows_before = pk_vec<T, 4>[AT_ONCE];
+    using word = typename pk_packed<T>::word; /* two neighbours */
+    using rows_before = pk_vec<word, 2>[AT_ONCE];
     const Cta &cta;
     const pk_linear_args &args;
     int column, first_row, rows_apart;
-    int row_base, sum_base; /* of the CTA's rows, in all and in their block */
+    int row_base, sum_base; /* of the CTA's rows, in all and where their sums lie */
     float *sums;
     const float *inbox, *scales; /* of the CTA's rows, where they are divided */
 
     __device__ __forceinline__ sm90_writer(const Cta &cta, const pk_linear_args &args, const float *scales)
         : cta(cta), args(args), scales(scales)
     {
-        const int lanes = cta.width / 4;
-        column = cta.writer() % lanes * 4, first_row = cta.writer() / lanes;
-        rows_apart = Cta::WRITERS / lanes, row_base = cta.first_row + cta.rows_of_cta * cta.split;
+        const int places = args.epilogue.is_gated ? 3 : 4; /* of 2: threads of a row, cta.width / 4 */
+        column = (cta.writer() & ((1 << places) - 1)) * 4, first_row = cta.writer() >> places;
+        rows_apart = Cta::WRITERS >> places, row_base = cta.first_row + cta.rows_of_cta * cta.split;
         sum_base = cta.rows_of_cta * cta.split;
         sums = cta.sums(), inbox = cta.inbox();
     }
     __device__ __forceinline__ int num_rows() const { return min(cta.rows_of_cta, (int)args.x.num_rows - row_base); }
+    __device__ __forceinline__ int64_t place_of(int row, int output) const
+    {
+        return (row_base + row) * args.epilogue.out_stride + output;
+    }
 
-    /* What out holds of some rows, before the product is added. */
+    /* What out holds of some rows, before the product is added; zeros, where it is not, stay. */
     __device__ __forceinline__ void load_before(rows_before &before, int row, int num_rows, int output) const
     {
-        for (int i = 0; i < AT_ONCE; i++, row += rows_apart) {
-            before[i] = {};
-            if (args.epilogue.adds_to_out && args.epilogue.out_dtype != PK_F32 && row < num_rows)
-                before[i] = *(const pk_vec<T, 4> *)((const T *)args.epilogue.out +
-                                                    (row_base + row) * args.epilogue.out_stride + output);
-        }
+        if (!args.epilogue.adds_to_out || args.epilogue.out_dtype == PK_F32) return;
+        const T *from = (const T *)args.epilogue.out + place_of(row, output);
+        for (int i = 0; i < AT_ONCE; i++, row += rows_apart, from += rows_apart * args.epilogue.out_stride)
+            if (row < num_rows) before[i] = *(const pk_vec<word, 2> *)from;
     }
-    /* Returns the sum of the squares of what is stored. */
-    __device__ __forceinline__ float write_row(int row, int output, const pk_vec<T, 4> &before) const
+    /* Sums from `column` of a row of a tile on, of some rows. */
+    __device__ __forceinline__ void add_parts(float (&values)[AT_ONCE][4], int row, int num_rows, int column) const
     {
-        const float *own = sums + (sum_base + row) * PITCH;
-        float values[4] = {}, ups[4] = {};
+        for (int i = 0; i < AT_ONCE; i++, row += rows_apart)
 #pragma unroll 4
-        for (int from = 0; from < cta.num_splits; from++) {
-            const float *at =
-                from == cta.split ? own : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
-            add_4(values, at + column);
-            if (args.epilogue.is_gated) add_4(ups, at + cta.width + column);
-        }
-        const float scale = args.epilogue.divides_by_rms ? scales[row] : 1;
-        for (int j = 0; j < 4; j++) values[j] *= scale, ups[j] *= scale;
-        if (args.epilogue.bias) add_4(values, (const T *)args.epilogue.bias + output);
-        if (args.epilogue.bias && args.epilogue.is_gated)
-            add_4(ups, (const T *)args.epilogue.bias + cta.num_outputs + output);
-        const int64_t to = (row_base + row) * args.epilogue.out_stride + output;
-        if (args.epilogue.out_dtype == PK_F32) {
-            if (args.epilogue.adds_to_out) add_4(values, (const float *)args.epilogue.out + to);
-            write_4((float *)args.epilogue.out + to, values);
-        } else {
-            for (int j = 0; j < 4; j++) {
-                values[j] = pk_round<T>(values[j] + pk_to_float(before.at[j]));
-                if (args.epilogue.is_gated) /* rounded where silu_and_mul would read it */
-                    values[j] = pk_round<T>(pk_round<T>(pk_silu<T>(values[j])) * pk_round<T>(ups[j]));
+            for (int from = 0; from < cta.num_splits; from++) {
+                const float *at = from == cta.split
+                                      ? sums + (sum_base + row) * PITCH
+                                      : inbox + (cta.place_in_inbox(from, cta.split) * cta.rows_of_cta + row) * PITCH;
+                if (row < num_rows) add_4(values[i], at + column);
             }
-            write_4((T *)args.epilogue.out + to, values);
-        }
-        float squares = 0; /* fused as it is written, in each kernel */
-        for (float value : values) squares = fmaf(value, value, squares);
-        return squares;
     }
-    /* Of some rows of a tile, TILE outputs, which half a warp has. */
-    __device__ __forceinline__ void leave_squares(float (&sums_of)[AT_ONCE], int row, int num_rows, int output) const
+    /* Values of some rows as they are stored: each step for all of them, so that none waits for another's. */
+    __device__ __forceinline__ void finish(float (&values)[AT_ONCE][4], float (&ups)[AT_ONCE][4],
+                                           const rows_before &before, int row, int num_rows, int output) const
     {
+        const pk_epilogue &to = args.epilogue;
+        if (to.divides_by_rms)
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float scale = row + i * rows_apart < num_rows ? scales[row + i * rows_apart] : 0;
+                for (int j = 0; j < 4; j++) values[i][j] *= scale, ups[i][j] *= scale;
+            }
+        if (to.bias)
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (row + i * rows_apart >= num_rows) continue;
+                add_4(values[i], (const T *)to.bias + output);
+                if (to.is_gated) add_4(ups[i], (const T *)to.bias + cta.num_outputs + output);
+            }
+        if (to.out_dtype == PK_F32) return;
+        for (int i = 0; i < AT_ONCE; i++) {
+            for (int j = 0; j < 4; j += 2) {
+                const float2 pair = pk_to_floats(before[i].at[j / 2]);
+                values[i][j] += pair.x, values[i][j + 1] += pair.y;
+            }
+            round_4<T>(values[i]);
+        }
+        if (to.is_gated) /* rounded where silu_and_mul would read it */
+            for (int i = 0; i < AT_ONCE; i++) {
+                for (float &value : values[i]) value = pk_silu<T>(value);
+                round_4<T>(values[i]), round_4<T>(ups[i]);
+                for (int j = 0; j < 4; j++) values[i][j] *= ups[i][j];
+                round_4<T>(values[i]);
+            }
+    }
+    /* AT_ONCE rows from `row` on. Its loops end for all threads at once: where warps may part, the compiler moves each
+     * descriptor of a product through ordinary registers. */
+    __device__ __forceinline__ void write_rows(const rows_before &before, int row, int num_rows, int output) const
+    {
+        const pk_epilogue &to = args.epilogue;
+        const int64_t first = place_of(row, output), apart = rows_apart * to.out_stride;
+        float values[AT_ONCE][4] = {}, ups[AT_ONCE][4] = {}, squares[AT_ONCE] = {};
+        add_parts(values, row, num_rows, cta.place_of_gates(column));
+        if (to.is_gated) add_parts(ups, row, num_rows, cta.place_of_ups(column));
+        finish(values, ups, before, row, num_rows, output);
+        if (to.out_dtype == PK_F32) {
+            for (int i = 0; i < AT_ONCE; i++) {
+                float *at = (float *)to.out + first + i * apart;
+                if (row + i * rows_apart >= num_rows) continue;
+                if (to.adds_to_out) add_4(values[i], at);
+                write_4(at, values[i]);
+            }
+        } else {
+            for (int i = 0; i < AT_ONCE; i++)
+                if (row + i * rows_apart < num_rows) write_4((T *)to.out + first + i * apart, values[i]);
+        }
+        if (!to.squares) return;
+        /* As they are stored; fused as it is written, in each kernel. Half a warp has a tile of TILE outputs. */
+        for (int i = 0; i < AT_ONCE; i++)
+            for (float value : values[i]) squares[i] = fmaf(value, value, squares[i]);
         for (int distance = 1; distance < 16; distance *= 2)
-            for (float &sum : sums_of) sum += __shfl_xor_sync(~0u, sum, distance);
+            for (float &sum : squares) sum += __shfl_xor_sync(~0u, sum, distance);
         for (int i = 0; i < AT_ONCE; i++, row += rows_apart)
             if (column == 0 && row < num_rows)
-                args.epilogue.squares[(int64_t)(row_base + row) * args.epilogue.num_squares + output / TILE] =
-                    sums_of[i];
-    }
-    /* `before` was loaded early for the first of them. The loop ends for all threads at once: where warps may part, the
-     * compiler moves each descriptor of a product through ordinary registers. */
-    __device__ __forceinline__ void write_tile(rows_before &before, int num_rows, int output) const
-    {
-#pragma unroll 1
-        for (int begin = 0; begin < this->num_rows(); begin += AT_ONCE * rows_apart) {
-            const int first = begin + first_row;
-            if (begin > 0) load_before(before, first, num_rows, output);
-            float sums_of[AT_ONCE] = {};
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int row = first + i * rows_apart;
-                if (row < num_rows) sums_of[i] = write_row(row, output, before[i]);
-            }
-            if (args.epilogue.squares) leave_squares(sums_of, first, num_rows, output);
-        }
+                to.squares[(int64_t)(row_base + row) * to.num_squares + output / TILE] = squares[i];
     }
 };
 

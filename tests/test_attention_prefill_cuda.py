@@ -141,11 +141,11 @@ def test_a_list_of_other_lengths(torch, rng):
 
 def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng):
     """One item, two, five: parts are counted in steps that reach as many as the GPU has processors. With 6 and 12 query
-    heads of a KV head items have 2 and 4 of them. Of ten items four threads merge what one does of eleven."""
+    heads of a KV head items have 2 and 4 of them. Of ten items four threads merge what one does of 27."""
     shapes = (
         (1, 2, 64, 60000, 128), (2, 2, 60, 30000, 128), (5, 2, 33, 9000, 128), (1, 2, 100, 100000, 128),
         (2, 6, 64, 20000, 128), (1, 12, 512, 9000, 128), (1, 2, 17, 70000, 64), (10, 1, 64, 20000, 64),
-        (11, 1, 64, 20000, 64), (1, 1, 64, 50000, 256), (3, 2, 50, 20000, 256), (4, 1, 90, 9000, 80),
+        (27, 1, 64, 20000, 64), (1, 1, 64, 50000, 256), (3, 2, 50, 20000, 256), (4, 1, 90, 9000, 80),
     )  # fmt: skip
     for kv_heads, group, queries, past, head_dim in shapes:
         heads = group * kv_heads, kv_heads

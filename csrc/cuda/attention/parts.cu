@@ -7,16 +7,17 @@
 
 enum {
     THREADS = 256,
-    GROUPS = PARTS_GROUPS,
-    BATCH = 8, /* parts that each of a group's threads loads at once */
-    CTAS = 2   /* an SM */
+    BATCH = 8 /* parts that a thread loads at once */
 };
+/* An SM. Where rows are few there is to be room beside decode's. */
+template <int GROUPS>
+static constexpr int ctas_an_sm = GROUPS > 1 ? 2 : 3;
 
 // --- kernels
 
-/* Four dims of a row have GROUPS threads, each with every GROUPS-th part. */
-template <typename T, int D>
-__global__ void __launch_bounds__(THREADS, CTAS)
+/* Four dims of a row have a thread, or GROUPS threads, each with every GROUPS-th part. */
+template <typename T, int D, int GROUPS>
+__global__ void __launch_bounds__(THREADS, ctas_an_sm<GROUPS>)
     attention_parts_kernel(const __grid_constant__ pk_attention_args args, const __grid_constant__ parts_room room)
 {
     constexpr int QUADS = D / 4, AT_ONCE = THREADS / GROUPS; /* quads of a CTA */
@@ -36,10 +37,12 @@ __global__ void __launch_bounds__(THREADS, CTAS)
         if (__any_sync(~0u, is_there))
             add_parts<D, BATCH>(sums, (it.num_parts - part_group + GROUPS - 1) / GROUPS, row, min(dim, head_dim - 4),
                                 [&](int i) { return room.part_at(it.first_slot + i * GROUPS + part_group); });
-        states[part_group][own] = state;
-        __syncthreads();
-        state = add_up(GROUPS, [&](int i) { return states[i][own]; });
-        __syncthreads();
+        if constexpr (GROUPS > 1) {
+            states[part_group][own] = state;
+            __syncthreads();
+            state = add_up(GROUPS, [&](int i) { return states[i][own]; });
+            __syncthreads();
+        }
         int q_head = it.q_head + in_seq - position * it.heads;
         if (is_there && part_group == 0)
             write_state<attention_kind<T, false>>(args, it.seq, q_head / group, it.first_token + position, q_head, dim,
@@ -52,12 +55,21 @@ __global__ void __launch_bounds__(THREADS, CTAS)
 
 // --- launchers
 
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, const pk_cuda_call &call)
+/* Threads share rows where these are so few that all are at work in three turns: parts are many then. */
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, int64_t most_cut,
+                              const pk_cuda_call &call)
 {
-    auto launch_of = [&](auto element, auto head_dim) {
-        auto kernel = attention_parts_kernel<decltype(element), decltype(head_dim)::value>;
-        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, dim3(CTAS * call.device->num_sms),
+    auto launch_by = [&](auto kernel, int ctas) {
+        return pk_cuda_launch_early(call, "attention_parts_kernel", kernel, dim3(ctas * call.device->num_sms),
                                     dim3(THREADS), 0, args, room);
+    };
+    auto launch_of = [&](auto element, auto head_dim) {
+        using T = decltype(element);
+        constexpr int D = decltype(head_dim)::value, SHARED = ctas_an_sm<PARTS_GROUPS>, ALONE = ctas_an_sm<1>;
+        const int64_t threads = most_cut * room.rows * (D / 4) * PARTS_GROUPS;
+        if (threads <= 3 * SHARED * THREADS * call.device->num_sms)
+            return launch_by(attention_parts_kernel<T, D, PARTS_GROUPS>, SHARED);
+        return launch_by(attention_parts_kernel<T, D, 1>, ALONE);
     };
     auto launch = [&](auto element) {
         if (args.head_dim <= 64) return launch_of(element, std::integral_constant<int, 64>());

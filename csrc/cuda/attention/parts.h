@@ -8,7 +8,7 @@
 
 #include "cuda/attention/states.h"
 
-constexpr int PARTS_GROUPS = 4; /* threads of that kernel that share four dims of a row */
+constexpr int PARTS_GROUPS = 4; /* threads of that kernel that share four dims of a row, where rows are few */
 
 /* Some query rows of a sequence whose keys were cut: row i is `first_row` + i of its `num_positions` * `heads`. */
 struct cut_rows {
@@ -60,7 +60,8 @@ __device__ static inline int lane_of_least(float number)
     return __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
 }
 
-/* After the kernel that leaves parts, on the same stream. */
-pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, const pk_cuda_call &call);
+/* After the kernel that leaves parts, on the same stream. It notes `most_cut` cut_rows at most. */
+pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, int64_t most_cut,
+                              const pk_cuda_call &call);
 
 #endif

@@ -245,7 +245,9 @@ static pk_status launch_decode(const pk_attention_args *args, decode_params para
     if (shape.is_crowded && smem < share) smem = share;
     dim3 grid = pk_cuda_grid(shape.num_units * args->num_kv_heads);
     PK_TRY(pk_cuda_launch_early(call, "attention_decode_kernel", kernel, grid, dim3(warps * 32), smem, *args, params));
-    return shape.merges_apart ? pk_cuda_merge_parts(*args, params.workspace.parts, call) : PK_OK;
+    return shape.merges_apart
+               ? pk_cuda_merge_parts(*args, params.workspace.parts, shape.num_segments * args->num_kv_heads, call)
+               : PK_OK;
 }
 
 using decode_instance = pk_cuda_instance<pk_status(const pk_attention_args *, decode_params, const pk_cuda_call &)>;

@@ -164,7 +164,7 @@ static pk_status launch_prefill(const prefill_batch &batch, const pk_cuda_call &
     PK_TRY(pk_cuda_allow_smem(call, kernel, shape::smem_bytes, &smem_allowed));
     PK_TRY(pk_cuda_launch_early(call, "attention_prefill_kernel", kernel, dim3((unsigned)batch.num_ctas),
                                 dim3(shape::threads), (size_t)shape::smem_bytes, params));
-    return CUTS ? pk_cuda_merge_parts(batch.args, batch.parts, call) : PK_OK;
+    return CUTS ? pk_cuda_merge_parts(batch.args, batch.parts, most_items(batch), call) : PK_OK;
 }
 
 static constexpr char CUTS_ITEMS[] = "cuts items";

@@ -22,10 +22,18 @@ static bool fits_tensor_cores(const pk_attention_args *args)
                             args->k_strides.head, args->v_strides.block, args->v_strides.slot, args->v_strides.head);
 }
 
-/* The decode kernel starts sooner than prefill, by so much work for its tiles of 16 rows; two of them take no longer than an
- * item of prefill, as both have to wait for the keys. The first token of each sequence does not count, as one that is
- * alone is the decode kernel's in any case. Elsewhere than on a Hopper items are not cut, and their SMs are half as fast; so
- * it takes more there, as long as it can count the steps. */
+/* Of prefill, at most. */
+static int64_t count_items(const pk_attention_args *args)
+{
+    int64_t group = args->num_q_heads / args->num_kv_heads;
+    return (pk_ceil_div(args->num_tokens * group, 128) + args->num_seqs) * args->num_kv_heads;
+}
+
+/* The decode kernel starts sooner than prefill, by so much work for its tiles of 16 rows of 128 dims. Two of them take no
+ * longer than an item of prefill, as both have to wait for the keys; where there are more of them for each item, and for
+ * each SM, prefill ends sooner. The first token of each sequence does not count, as one that is alone is the decode
+ * kernel's in any case. Elsewhere than on a Hopper items are not cut, and their SMs are half as fast; so it takes more
+ * there, as long as it can count the steps. */
 static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device *device, bool is_hopper)
 {
     using namespace thresholds;
@@ -34,8 +42,11 @@ static bool decode_is_sooner(const pk_attention_args *args, const pk_cuda_device
     int64_t rows = (more > longest - 1 ? more : longest - 1) * args->num_q_heads;
     double keys = (double)(args->max_blocks_per_seq * args->block_size);
     const bool is_older = !is_hopper && rows < 128 / 2 * device->num_sms && (double)rows * keys < INT32_MAX;
+    const int64_t items = count_items(args), sms = device->num_sms,
+                  most_tiles = ITEM_TILES * (items > sms ? items : sms);
+    const bool are_few_tiles = rows * args->head_dim <= most_tiles * 16 * 128;
     return group * args->max_seqlen_q <= 16 * ITEM_TILES || is_older ||
-           (double)(rows * args->head_dim) * keys <= (args->head_dim > 128 ? SOONER / 4 : SOONER);
+           (are_few_tiles && (double)(rows * args->head_dim) * keys <= (args->head_dim > 128 ? SOONER / 4 : SOONER));
 }
 
 attention_route choose_route(const pk_attention_args *args, const pk_cuda_device *device)
@@ -63,8 +74,7 @@ attention_route choose_route(const pk_attention_args *args, const pk_cuda_device
     /* Prefill, or a mix: sequences with one new token go to the decode kernel, where there may be any. Where q has room
      * for the most tokens of each there are none, or q has rows of padding: then prefill takes all. */
     bool are_all_long = args->num_tokens >= args->num_seqs * args->max_seqlen_q;
-    int64_t items = (pk_ceil_div(args->num_tokens * group, 128) + args->num_seqs) * args->num_kv_heads;
-    bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS && items <= ITEMS_AN_SM * device->num_sms;
+    bool fit_prefill = is_hopper && most_keys <= KEYS_OF_ITEMS && count_items(args) <= ITEMS_AN_SM * device->num_sms;
     if (args->num_seqs == 1 || !args->cu_seqlens_q || are_all_long || fit_prefill) few = 0;
     return {false, {0, few}, {few, INT64_MAX}, is_hopper};
 }

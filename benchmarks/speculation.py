@@ -142,18 +142,14 @@ class Bench:
         return len(prompts) * self.length / seconds, right / max(guessed, 1), self.length / steps
 
     def row(self, name: str, make_script, batch: int, make_drafter) -> dict:
-        """Each way twice, of which the first warms up."""
+        """Both ways twice, of which the first two warm up."""
         rates = {}
-        for is_speculative in (False, True):
-            guesser = None
-            if is_speculative:
-                own = self.guesser
-                guesser = Speculation(None, own._max_guesses, own.times.max_num_rows)
-            for seed in range(2):
+        guesser = Speculation(None, self.guesser._max_guesses, self.guesser.times.max_num_rows)
+        for seed in range(2):
+            for is_speculative in (False, True):
                 prompts, script = make_script(batch, self.length, seed)
-                if guesser is not None:
-                    guesser.drafter = make_drafter(script)
-                rates[is_speculative] = self.rate(prompts, script, guesser)
+                guesser.drafter = make_drafter(script)
+                rates[is_speculative] = self.rate(prompts, script, guesser if is_speculative else None)
         (without, _, _), (rate, right, tokens) = rates[False], rates[True]
         row = {"part": name, "batch": batch, "without": without, "with": rate, "ratio": rate / without,
                "right": right, "tokens_per_step": tokens}  # fmt: skip

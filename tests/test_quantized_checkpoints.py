@@ -112,6 +112,22 @@ IGNORED = {  # names that are not: as lists have them; and other entries, which 
     "gptq": {"dynamic": {r"-:.*\.0\.self_attn\.k_proj$": {}, "-:model.layers.1.mlp": {}, "-:up_proj": {}}},
 }
 PLAIN = ("layers.0.self_attn.k_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
+BLOCKS = [["self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+FEWER = {  # other products than lists name, or all but those: loaders take an entry for any part of a name, or ask the files
+    "awq, the beginning of a name": ("awq", ("layers.1.mlp.gate_proj", "self_attn.k_proj"), {"modules_to_not_convert": ["mlp.gate", "k_"]}),
+    "awq, no name": ("awq", (), {"modules_to_not_convert": ["gate", "up"]}),
+    "awq, no list": ("awq", PLAIN, {}),
+    "gptq, no list": ("gptq", PLAIN, {}),
+    "gptq, blocks": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": BLOCKS}),
+    "gptq, one list": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": [name for each in BLOCKS for name in each]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEWER)
+def test_what_the_files_hold(tmp_path, case):
+    name, parts, lists = FEWER[case]
+    values = write_quantised(tmp_path / "small", FORMATS[name], plain=parts, quantization=lists)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), "cpu")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
@@ -391,7 +407,7 @@ REFUSED = {
     "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic holds '\+:\.\*down\.\*'; only"),
     "gptq, rules": (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:\.\*down\.\*'\] but must be an object"),
     "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '-:\(', which is no pattern"),
-    "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize is .*; only None"),
+    "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"], 1]}, r"modules_in_block_to_quantize is \[\['q'\], 1\] but must be"),
     "int8": (with_weights(bits=8), "group_0.weights.num_bits is 8; only 4 is supported"),
     "w8a8": (with_weights(bits=8, strategy="channel", form="int-quantized"), "num_bits is 8; only 4"),
     "fp4": (with_weights("float", 4, form="nvfp4-pack-quantized"), "num_bits is 4; only 8 is supported"),
@@ -464,7 +480,7 @@ def test_what_transformers_writes():
         raw = getattr(transformers, name)(**options).to_dict()
         raw = json.loads(json.dumps(raw, default=lambda each: each.value))
         found = parse_quantization({"quantization_config": raw})
-        assert found.stores == stores and found.covers("model.layers.0.mlp.up_proj") and not found.covers("lm_head")
+        assert found.stores == stores and found.covers("model.layers.0.mlp.up_proj") is not False and not found.covers("lm_head")
 
 
 def test_what_llm_compressor_writes():

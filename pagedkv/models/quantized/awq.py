@@ -21,6 +21,7 @@ FORMAT = {
     "format": ("gemm",),
     "lm_head": (False,),
     "method": ("awq",),
+    "modules_in_block_to_quantize": (),
 }
 
 
@@ -42,8 +43,11 @@ class Awq(Quantization):
     def unit(self) -> tuple[int, int]:  # type: ignore[override]
         return int4_unit(self.group_size)
 
-    def covers(self, name: str) -> bool:
-        return name != "lm_head" and not names_part_of(name, self.ignored)
+    def covers(self, name: str) -> bool | None:
+        """Loaders take the names of the list for any part of a name, and where there is none, what the files hold."""
+        if name == "lm_head" or names_part_of(name, self.ignored):
+            return False
+        return None if not self.ignored or any(each in name for each in self.ignored) else True
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

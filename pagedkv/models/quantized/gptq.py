@@ -1,7 +1,7 @@
 """GPTQ: `qweight` int32 [K / 8, N] has words along the inputs, `qzeros` [K / group, N / 8] along the outputs; `scales`
 are [K / group, N], and `g_idx` int32 [K] is the group of each input. Version 1 stores zeros minus 1, "gptq_v2" as they
-are. Not quantised are the head, unless it says so, the router of experts, and names whose beginning a rule "-:..." of
-`dynamic` matches."""
+are. Not quantised are the head, unless it says so, the router of experts, names whose beginning a rule "-:..." of
+`dynamic` matches, and those that `modules_in_block_to_quantize` lacks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,40 @@ from ..share import Share, blocks, ranges_of, whole
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, transposed, unpacked, words, write_along_inputs
-from .keys import HARMLESS, NEUTRAL, WHERE, check_patterns, checked, group_size, is_router, num_groups, one_of
+from .keys import (
+    HARMLESS,
+    NEUTRAL,
+    WHERE,
+    check_patterns,
+    checked,
+    group_size,
+    is_router,
+    names,
+    names_part_of,
+    num_groups,
+    one_of,
+)
 
 FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of zeros, borrows between them included
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
-    read = "quant_method bits group_size checkpoint_format format lm_head dynamic"
+    read = "quant_method bits group_size checkpoint_format format lm_head dynamic modules_in_block_to_quantize"
     checked(raw, read, NEUTRAL | {"method": ("gptq",)}, HARMLESS)
     one_of(raw, "bits", (4,))
     key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
     added = FORMATS[one_of(raw, key, FORMATS, "gptq")]
     if raw.get("format") not in (None, raw.get(key, "gptq")):
         raise ValueError(f"{WHERE}checkpoint_format is {raw[key]!r} but format is {raw['format']!r}")
-    return Gptq(group_size(raw), added, one_of(raw, "lm_head", (False, True), False), _skipped(raw))
+    has_head = one_of(raw, "lm_head", (False, True), False)
+    return Gptq(group_size(raw), added, has_head, _skipped(raw), _blocks(raw, "modules_in_block_to_quantize"))
+
+
+def _blocks(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The names of those that are quantised, in lists of what is done at once, or in one."""
+    given = raw.get(key) or []
+    lists = given if isinstance(given, list) and all(isinstance(each, list) for each in given) else [given]
+    return tuple(name for each in lists for name in names({key: each}, key))
 
 
 def _skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -51,15 +71,20 @@ class Gptq(Quantization):
     added_to_zeros: int
     has_head: bool
     skipped: tuple[str, ...]  # patterns
+    blocks: tuple[str, ...]  # names, of a layer's; none: all
     name, stores = "gptq", ("int4",)
 
     @property
     def unit(self) -> tuple[int, int]:  # type: ignore[override]
         return int4_unit(self.group_size)
 
-    def covers(self, name: str) -> bool:
-        is_skipped = is_router(name) or any(re.match(each, name) for each in self.skipped)
-        return (self.has_head or name != "lm_head") and not is_skipped
+    def covers(self, name: str) -> bool | None:
+        """As loaders have it: without lists, what the files hold."""
+        if is_router(name) or any(re.match(each, name) for each in self.skipped):
+            return False
+        if name == "lm_head":
+            return self.has_head
+        return names_part_of(name, self.blocks) if self.blocks else True if self.skipped else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

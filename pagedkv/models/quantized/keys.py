@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapter": ({},),
     "data_type": ("int",),
     "is_marlin_format": (False,),
-    "modules_in_block_to_quantize": (),
     "pack_dtype": ("int32",),
     "rotation": (),
 }

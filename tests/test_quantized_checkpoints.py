@@ -388,6 +388,7 @@ REFUSED = {
     "a list": ({"quant_method": ["awq"]}, r"quant_method is \['awq'\]; supported are"),
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
+    "a huge block": (QWEN | {"weight_block_size": [2**70, 128]}, r"weight_block_size is \[1180591620717411303424, 128\] but must be two"),
     "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),
     "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
     "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),

@@ -47,10 +47,11 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
 
 
 def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
-    value = raw.get(key)
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
+    value: Any = raw.get(key)
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    if is_pair and all(type(each) is int and 0 < each < 2**31 for each in value):
         return value[0], value[1]
-    raise NotImplementedError(f"{where}{key} is {value!r} but must be two positive integers")
+    raise NotImplementedError(f"{where}{key} is {value!r} but must be two positive integers below 2**31")
 
 
 def num_blocks(num_rows: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -200,6 +200,14 @@ def test_a_scalar_and_scales_of_activations(tmp_path, device):
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), device)
 
 
+def test_groups_of_64_bits(tmp_path):
+    def edit(tensors):
+        tensors.update({name: array.astype(np.int64) for name, array in tensors.items() if name.endswith("g_idx")})
+
+    values = write_quantised(tmp_path / "small", FORMATS["gptq, order"], edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), "cpu")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_biases_of_zeros(tmp_path, family):
     """AutoGPTQ wrote one for each product: Qwen2.5's GPTQ files have them, and many older ones."""

@@ -20,7 +20,7 @@ from ..share import blocks, whole
 from ..spec import Quantization
 from ..weight import Part
 from .fp8 import block_of, num_blocks, read_fp8
-from .gptq import groups_of_inputs
+from .gptq import groups_of
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, unpacked, words, write_along_inputs
 from .keys import WHERE, check_patterns, checked, group_size, names, num_groups, one_of
 
@@ -160,7 +160,8 @@ def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: S
 
 
 def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
-    groups = num_groups(name, shape[1], scheme.group_size, shape[0])
+    count = num_groups(name, shape[1], scheme.group_size, shape[0])
+    groups, of_inputs = groups_of(source, f"{name}.weight_g_idx", count, shape[1])
     packed = words(source.view(f"{name}.weight_packed", (shape[0], blocks(shape[1], PER_WORD)), ("int32",)))
     scales = source.view(f"{name}.weight_scale", (shape[0], groups), DTYPES)
     zeros = None
@@ -172,7 +173,6 @@ def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: 
         if given != tuple(map(whole, shape)):
             expected = list(map(whole, shape))
             raise source.error(f"{name}.weight_shape", f"holds {list(given)} but the config says {expected}")
-    of_inputs = groups_of_inputs(source, f"{name}.weight_g_idx", shape[1], groups)
     if of_inputs is not None:
         return dense_part(packed, scales, zeros, of_inputs, source.dtype)
     return int4_part(shape, write_along_inputs(packed), scales, zeros)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import DTYPES
 from ..linear import TensorSource
-from ..share import Share, blocks, ranges_of, whole
+from ..share import blocks, ranges_of, whole
 from ..spec import Quantization
 from ..weight import Part
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, transposed, unpacked, words, write_along_inputs
@@ -87,29 +87,26 @@ class Gptq(Quantization):
         return names_part_of(name, self.blocks) if self.blocks else True if self.skipped else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
-        groups = num_groups(name, in_features, self.group_size, num_rows)
+        count = num_groups(name, in_features, self.group_size, num_rows)
+        groups, of_inputs = groups_of(source, f"{name}.g_idx", count, in_features)
         packed = words(source.view(f"{name}.qweight", (blocks(in_features, PER_WORD), num_rows), ("int32",))).T
         packed_zeros = words(source.view(f"{name}.qzeros", (groups, blocks(num_rows, PER_WORD)), ("int32",)))
         scales = transposed(source.view(f"{name}.scales", (groups, num_rows), DTYPES))
         zeros = unpacked(packed_zeros + np.uint32(self.added_to_zeros)).T.copy()
-        of_inputs = groups_of_inputs(source, f"{name}.g_idx", in_features, groups)
         if of_inputs is not None:
             return dense_part(packed, scales, zeros, of_inputs, source.dtype)
         return int4_part((num_rows, in_features), write_along_inputs(packed), scales, zeros)
 
 
-def groups_of_inputs(source: TensorSource, name: str, in_features: int, groups: int) -> np.ndarray | None:
-    """The group of each input, or None where neighbours have one."""
+def groups_of(source: TensorSource, name: str, groups: int, in_features: int) -> tuple[int, np.ndarray | None]:
+    """The groups that a weight needs, and the one of each input; None where neighbours have one. In another order the
+    inputs of a rank's share may be of any."""
     if not source.has(name):
-        return None
-    given = source.view(name, (in_features,), ("int32",)).numpy()
+        return groups, None
+    given = source.view(name, (in_features,), ("int32", "int64")).numpy()
     inputs = np.concatenate([np.arange(*each) for each in ranges_of(in_features)])
     if (given == -1).all() or (given == inputs // (whole(in_features) // whole(groups))).all():
-        return None  # -1: it was never set
-    if isinstance(in_features, Share):
-        order = "groups in the order of activations (desc_act, actorder)"
-        raise NotImplementedError(f"{name}: {order} are not split over ranks")
-    if given.min() < 0 or given.max() >= groups:
-        wrong = given.min() if given.min() < 0 else given.max()
-        raise source.error(name, f"holds {wrong} but there are {groups} groups")
-    return given
+        return groups, None  # -1: it was never set
+    for wrong in given[(given < 0) | (given >= whole(groups))]:
+        raise source.error(name, f"holds {wrong} but there are {whole(groups)} groups")
+    return whole(groups), given

@@ -116,8 +116,13 @@ BLOCKS = [["self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ["mlp.
 FEWER = {  # other products than lists name, or all but those: loaders take an entry for any part of a name, or ask the files
     "awq, the beginning of a name": ("awq", ("layers.1.mlp.gate_proj", "self_attn.k_proj"), {"modules_to_not_convert": ["mlp.gate", "k_"]}),
     "awq, no name": ("awq", (), {"modules_to_not_convert": ["gate", "up"]}),
+    "awq, another": ("awq", ("v_proj", "k_proj"), {"modules_to_not_convert": ["k_proj"]}),
     "awq, no list": ("awq", PLAIN, {}),
     "gptq, no list": ("gptq", PLAIN, {}),
+    "gptq, another": ("gptq", ("v_proj", "k_proj"), {"dynamic": {"-:.*v_proj": {}}}),
+    "fp8, patterns": ("fp8", ("layers.0.mlp.up_proj", "q_proj"), {
+        "modules_to_not_convert": [r"model.layers.\d.self_attn.q_proj", "lm_.*", r".*0\.mlp\.up_proj", "model.layers.*.mlp.u"],
+    }),
     "gptq, blocks": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": BLOCKS}),
     "gptq, one list": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": [name for each in BLOCKS for name in each]}),
 }  # fmt: skip
@@ -397,6 +402,7 @@ REFUSED = {
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
     "a huge block": (QWEN | {"weight_block_size": [2**70, 128]}, r"weight_block_size is \[1180591620717411303424, 128\] but must be two"),
+    "fp8, a pattern": (QWEN | {"ignored_layers": ["mlp.*("]}, r"ignored_layers holds 'mlp.\*\(', which is no pattern"),
     "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),
     "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
     "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),

@@ -44,10 +44,9 @@ class Awq(Quantization):
         return int4_unit(self.group_size)
 
     def covers(self, name: str) -> bool | None:
-        """Loaders take the names of the list for any part of a name, and where there is none, what the files hold."""
-        if name == "lm_head" or names_part_of(name, self.ignored):
-            return False
-        return None if not self.ignored or any(each in name for each in self.ignored) else True
+        """Loaders differ in what an entry names: any part of a name, a pattern, or its end. vLLM asks the files where
+        there is no list."""
+        return False if name == "lm_head" or names_part_of(name, self.ignored) else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

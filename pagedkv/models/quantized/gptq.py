@@ -79,12 +79,12 @@ class Gptq(Quantization):
         return int4_unit(self.group_size)
 
     def covers(self, name: str) -> bool | None:
-        """As loaders have it: without lists, what the files hold."""
+        """Without a list of what is, vLLM asks the files."""
         if is_router(name) or any(re.match(each, name) for each in self.skipped):
             return False
         if name == "lm_head":
             return self.has_head
-        return names_part_of(name, self.blocks) if self.blocks else True if self.skipped else None
+        return names_part_of(name, self.blocks) if self.blocks else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         count = num_groups(name, in_features, self.group_size, num_rows)

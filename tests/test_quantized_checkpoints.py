@@ -430,6 +430,8 @@ REFUSED = {
     "another format": (with_weights(form="marlin-24"), "quantization_config.format is 'marlin-24'; only 'pack-quantized' is"),
     "fp8 in groups": (with_weights("float", 8, form="float-quantized"), "strategy is 'group'; only 'tensor' or 'channel' or 'block'"),
     "a group of a channel": (with_weights(strategy="channel"), "weights.group_size is 32; only -1 or None is supported"),
+    "int4, no group": (with_weights(strategy=None, group_size=None), "strategy is 'tensor'; only 'group' or 'channel'"),
+    "no bits": (with_weights(bits=None), "num_bits is 8; only 4 is supported"),
     "int4, tensor": (with_weights(strategy="tensor"), "strategy is 'tensor'; only 'group' or 'channel'"),
     "dynamic weights": (with_weights(dynamic=True), "dynamic is True; only False is supported"),
     "outputs": (with_group(output_activations={"num_bits": 8}), "output_activations is .*; only None is supported"),
@@ -504,6 +506,16 @@ def test_what_llm_compressor_writes():
     config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured"}
     config["transform_config"] = {}
     assert parse_quantization({"quantization_config": config}).stores == ("int4",)
+
+
+def test_a_strategy_that_is_not_there():
+    """As compressed-tensors infers it, and its other defaults."""
+    for size, expected in ((32, "group"), (-1, "channel")):
+        config = with_weights(strategy=None, type=None, group_size=size)
+        (scheme,) = parse_quantization({"quantization_config": config}).schemes
+        assert (scheme.type, scheme.strategy, scheme.group_size) == ("int", expected, size)
+    config = with_weights("float", None, strategy=None, form="float-quantized", group_size=None)
+    assert parse_quantization({"quantization_config": config}).schemes[0].strategy == "tensor"
 
 
 def test_a_product_that_several_groups_name():

@@ -74,15 +74,17 @@ def _parse_scheme(raw: Mapping[str, Any], group: Mapping[str, Any], where: str) 
         raise NotImplementedError(f"{where}weights is {weights!r}; only an object is supported")
     inside = f"{where}weights."
     checked(weights, NUMBERS, {}, OBSERVED, where=inside)
-    kind = one_of(weights, "type", ("float", "int"), where=inside)
-    one_of(weights, "num_bits", (NUM_BITS[kind],), where=inside)
+    kind = one_of(weights, "type", ("float", "int"), "int", where=inside)
+    one_of(weights, "num_bits", (NUM_BITS[kind],), 8, where=inside)
     one_of(weights, "dynamic", (False,), False, where=inside)
     if group.get("format") is not None:
         one_of(group, "format", FORMATS[kind], where=where)
     else:
         one_of(raw, "format", FORMATS[kind])
     is_symmetric = one_of(weights, "symmetric", (True,) if kind == "float" else (True, False), True, where=inside)
-    strategy = one_of(weights, "strategy", STRATEGIES[kind], where=inside)
+    given = weights.get("group_size")
+    default = "tensor" if given is None else "channel" if given == -1 else "group"
+    strategy = one_of(weights, "strategy", STRATEGIES[kind], default, where=inside)
     one_of(weights, "actorder", ("weight", "group", "static", "dynamic", False, True, None), where=inside)
     _check_activations(group.get("input_activations"), kind, f"{where}input_activations")
     block = block_of(weights, "block_structure", inside) if strategy == "block" else (0, 0)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import quantized_checkpoints
 from checkpoints import random_weights, safetensors_bytes, tiny_config, write_model
 from model_oracle import assert_close, poison, record_logits
 from quantized_checkpoints import AWQ, FORMATS, GPTQ, PROJECTIONS, QWEN, compressed, fp8, write_plain, write_quantised
@@ -124,6 +125,7 @@ FEWER = {  # other products than lists name, or all but those: loaders take an e
         "modules_to_not_convert": [r"model.layers.\d.self_attn.q_proj", "lm_.*", r".*0\.mlp\.up_proj", "model.layers.*.mlp.u"],
     }),
     "gptq, blocks": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": BLOCKS}),
+    "gptq, blocks that differ": ("gptq", ("layers.0.self_attn.k_proj",), {"modules_in_block_to_quantize": [*BLOCKS, ["self_attn.k_proj"]]}),
     "gptq, one list": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": [name for each in BLOCKS for name in each]}),
 }  # fmt: skip
 
@@ -184,6 +186,25 @@ def test_groups_of_two_kinds(tmp_path, device):
 
     write_quantised(tmp_path / "small", FORMATS["packed"]._replace(config=config, quantise=fp8_of), edit=mix)
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", plain), device)
+
+
+def test_groups_of_two_sizes(tmp_path, device):
+    """Rules of GPTQ: the first that matches a name counts."""
+    rules = {"+:.*down_proj": {"bits": 4, "group_size": 16, "sym": True}, "-:.*(v|down)_proj": {}, ".*q_proj": {"group_size": 64}, ".*k_proj": {}}
+    form, sizes = FORMATS["gptq"], {"down_proj": 16, "q_proj": 64}
+    config = form._replace(config=form.config | {"dynamic": rules})
+    values, others = write_quantised(tmp_path / "small", config, plain=("v_proj",)), {}
+
+    def edit(tensors):
+        for name, value in random_weights(tiny_config(vocab_size=104)).items():
+            module = name.removesuffix(".weight")
+            if (size := sizes.get(module.rpartition(".")[2])) is not None:
+                matrix = quantized_checkpoints.int4("gptq", size, stored_less=1)(value.astype(np.float64))
+                tensors.update({f"{module}.{last}": each for last, each in matrix.tensors.items()})
+                others[name] = matrix.values.astype(np.float32)
+
+    write_quantised(tmp_path / "small", config, plain=("v_proj",), edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values | others), device)
 
 
 @pytest.mark.parametrize("name", ["fp8, channel", "gptq, version 2"])
@@ -419,9 +440,11 @@ REFUSED = {
     "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; only 'gptq' or 'gptq_v2'"),
     "gptq, two formats": (GPTQ | {"format": "gptq_v2"}, "checkpoint_format is 'gptq' but format is 'gptq_v2'"),
     "gptq, floats": (GPTQ | {"data_type": "mx_fp"}, "data_type is 'mx_fp'; only 'int' is supported"),
-    "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic holds '\+:\.\*down\.\*'; only"),
+    "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic.\+:.\*down.\*.bits is 8; only 4 is supp"),
+    "gptq, a rule's key": (GPTQ | {"dynamic": {".*up": {"pairs": 1}}}, r"dynamic.\.\*up.pairs is 1, a setting that is not known"),
     "gptq, rules": (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:\.\*down\.\*'\] but must be an object"),
-    "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '-:\(', which is no pattern"),
+    "gptq, a rule of text": (GPTQ | {"dynamic": {"+:.*up": "x"}}, r"dynamic.\+:.\*up is 'x' but must be an object"),
+    "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '\(', which is no pattern"),
     "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"], 1]}, r"modules_in_block_to_quantize is \[\['q'\], 1\] but must be"),
     "int8": (with_weights(bits=8), "group_0.weights.num_bits is 8; only 4 is supported"),
     "w8a8": (with_weights(bits=8, strategy="channel", form="int-quantized"), "num_bits is 8; only 4"),
@@ -469,7 +492,8 @@ RECORDS = {
         "amp": True, "autoround_version": "0.4.4", "batch_size": 8, "block_name_to_quantize": None, "data_type": "int",
         "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
         "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005, "minmax_lr": 0.005,
-        "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048,
+        "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048, "act_bits": 16, "act_data_type": "int",
+        "act_dynamic": True, "act_group_size": 32, "act_sym": True, "quant_block_list": [["model.layers.0", "model.layers.1"]],
     }),
     "AutoRound, awq": ("awq", {
         "act_bits": 16, "autoround_version": "0.9.0", "data_type": "int", "iters": 0, "provider": "auto-round", "sym": False,
@@ -505,6 +529,7 @@ def test_what_llm_compressor_writes():
     config = with_weights(actorder="static", observer="mse", observer_kwargs={"a": 1}, scale_dtype=None, zp_dtype=None)
     config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured"}
     config["transform_config"] = {}
+    config["provider"] = "auto-round"  # which writes its files, too
     assert parse_quantization({"quantization_config": config}).stores == ("int4",)
 
 

@@ -56,7 +56,7 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
             "transform_config": ({},),
             "dequantize": (False,),
         },
-        "version global_compression_ratio run_compressed use_optimized_inference",
+        "version global_compression_ratio provider run_compressed use_optimized_inference",
     )
     if raw.get("sparsity_config"):
         one_of(raw["sparsity_config"], "format", ("dense",), where=f"{WHERE}sparsity_config.")

@@ -1,10 +1,11 @@
 """GPTQ: `qweight` int32 [K / 8, N] has words along the inputs, `qzeros` [K / group, N / 8] along the outputs; `scales`
 are [K / group, N], and `g_idx` int32 [K] is the group of each input. Version 1 stores zeros minus 1, "gptq_v2" as they
 are. Not quantised are the head, unless it says so, the router of experts, names whose beginning a rule "-:..." of
-`dynamic` matches, and those that `modules_in_block_to_quantize` lacks."""
+`dynamic` matches, and those that `modules_in_block_to_quantize` lacks; "+:..." has another group size."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
     if raw.get("format") not in (None, raw.get(key, "gptq")):
         raise ValueError(f"{WHERE}checkpoint_format is {raw[key]!r} but format is {raw['format']!r}")
     has_head = one_of(raw, "lm_head", (False, True), False)
-    return Gptq(group_size(raw), added, has_head, _skipped(raw), _blocks(raw, "modules_in_block_to_quantize"))
+    return Gptq(group_size(raw), added, has_head, _rules(raw), _blocks(raw, "modules_in_block_to_quantize"))
 
 
 def _blocks(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -54,15 +55,24 @@ def _blocks(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(name for each in lists for name in names({key: each}, key))
 
 
-def _skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def _rules(raw: Mapping[str, Any]) -> tuple[tuple[str, int | None], ...]:
     rules = raw.get("dynamic") or {}
+    found: list[tuple[str, int | None]] = []
     if not isinstance(rules, dict):
         raise ValueError(f"{WHERE}dynamic is {rules!r} but must be an object")
-    for rule in rules:
-        if not rule.startswith("-:"):
-            raise NotImplementedError(f"{WHERE}dynamic holds {rule!r}; only rules that begin with '-:' are supported")
-    check_patterns(rules, "-:", f"{WHERE}dynamic")
-    return tuple(rule.removeprefix("-:") for rule in rules)
+    for rule, given in rules.items():
+        where = f"{WHERE}dynamic.{rule}."
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        check_patterns([pattern], "", f"{WHERE}dynamic")
+        if rule.startswith("-:"):
+            found.append((pattern, None))
+        elif not isinstance(given, dict):
+            raise ValueError(f"{where[:-1]} is {given!r} but must be an object")
+        else:
+            checked(given, "bits group_size", NEUTRAL, HARMLESS, where=where)
+            one_of(given, "bits", (4,), 4, where=where)
+            found.append((pattern, group_size({"group_size": raw.get("group_size")} | given, where=where)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -70,24 +80,29 @@ class Gptq(Quantization):
     group_size: int
     added_to_zeros: int
     has_head: bool
-    skipped: tuple[str, ...]  # patterns
+    rules: tuple[tuple[str, int | None], ...]  # a pattern, and the group size; None: not quantised. The first counts
     blocks: tuple[str, ...]  # names, of a layer's; none: all
     name, stores = "gptq", ("int4",)
 
     @property
     def unit(self) -> tuple[int, int]:  # type: ignore[override]
-        return int4_unit(self.group_size)
+        each = [int4_unit(size) for size in (self.group_size, *(size for _, size in self.rules)) if size is not None]
+        return PER_WORD, math.lcm(*(columns for _, columns in each))
+
+    def _size(self, name: str) -> int | None:
+        return next((size for pattern, size in self.rules if re.match(pattern, name)), self.group_size)
 
     def covers(self, name: str) -> bool | None:
-        """Without a list of what is, vLLM asks the files."""
-        if is_router(name) or any(re.match(each, name) for each in self.skipped):
+        """`blocks` has a name if that of one layer is quantised, and vLLM asks the files where there are none."""
+        if is_router(name) or self._size(name) is None or (name == "lm_head" and not self.has_head):
             return False
-        if name == "lm_head":
-            return self.has_head
-        return names_part_of(name, self.blocks) if self.blocks else None
+        is_left = self.blocks and name != "lm_head" and not names_part_of(name, self.blocks)
+        return False if is_left else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
-        count = num_groups(name, in_features, self.group_size, num_rows)
+        size = self._size(name)
+        assert size is not None
+        count = num_groups(name, in_features, size, num_rows)
         groups, of_inputs = groups_of(source, f"{name}.g_idx", count, in_features)
         packed = words(source.view(f"{name}.qweight", (blocks(in_features, PER_WORD), num_rows), ("int32",))).T
         packed_zeros = words(source.view(f"{name}.qzeros", (groups, blocks(num_rows, PER_WORD)), ("int32",)))

@@ -143,6 +143,7 @@ class TensorSource(ABC):
     lora: LoraSize | None = None  # what memory products have for adapters
     comm: Communicator | None = None  # of the ranks that have the tensors' shares; None: one has all
     batch_invariant: bool = False  # no token's bits may depend on the other tokens of a step
+    has_head: bool = True  # one that is not, may still have the embedding for a head
     dequantised: list[str]  # those that could not stay as they were
     places: Places  # where they went
 

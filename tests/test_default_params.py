@@ -43,6 +43,7 @@ def test_what_a_file_says(tmp_path, file, expected, caplog):
     [
         ({"temperature": "hot"}, "temperature is 'hot' but must be a number"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"do_sample": "false"}, "do_sample is 'false' but must be true or false"),
         ({"top_k": 20.5}, "top_k is 20.5 but must be an integer"),
         ({"max_new_tokens": -3}, "max_tokens is -3"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),

@@ -160,7 +160,7 @@ def test_rotary_table_of_llama3(head_dim, parameters):
     config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=dict(parameters))
     positions = [*range(3000), 100_000, 131_071]
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([positions]))
-    table = cos_sin_table(parse_rope({"rope_parameters": parameters}, 131072), head_dim, 131072)[positions]
+    table = cos_sin_table(parse_rope({"rope_parameters": parameters}, 131072, head_dim), head_dim, 131072)[positions]
     half = head_dim // 2
     np.testing.assert_allclose(table[:3000, :half], cos[0, :3000, :half].numpy(), atol=2e-6)
     np.testing.assert_allclose(table[:3000, half:], sin[0, :3000, :half].numpy(), atol=2e-6)

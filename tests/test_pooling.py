@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import write_model
+from checkpoints import TINY, random_weights, safetensors_bytes, write_model
 
 from pagedkv import LLM
+from pagedkv.models.files import CheckpointError
 
 PROMPTS = [list(range(1, 20)), [5], [7] * 30]
 LAST = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
@@ -46,6 +47,23 @@ def expected(folder: Path) -> np.ndarray:
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return np.stack([model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy() for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_has_no_head(tmp_path, num_ranks):
+    """Qwen3-Embedding-8B is saved as a base model, and not tied: it has vectors, and no tokens."""
+    weights = random_weights(TINY)
+    del weights["lm_head.weight"]
+    for name, of_model in (("base", {key.removeprefix("model."): value for key, value in weights.items()}), ("damaged", weights)):
+        (write_model(tmp_path / name) / "model.safetensors").write_bytes(safetensors_bytes(of_model))
+    with LLM(tmp_path / "base", device="cpu", block_size=4, num_blocks=64, tensor_parallel_size=num_ranks) as llm:
+        vectors = np.stack([output.embedding for output in llm.embed(PROMPTS, use_tqdm=False)])
+        (output,) = llm.generate([[1, 2]], use_tqdm=False)
+        assert "base has no head (lm_head.weight): it makes vectors of texts: embed()" in str(output.error)
+    with pytest.raises(CheckpointError, match="tensor 'lm_head.weight' is missing"):  # of a model that should have one
+        LLM(tmp_path / "damaged", device="cpu")
+    right = expected(tmp_path / "base")
+    np.testing.assert_allclose(vectors, right / np.linalg.norm(right, axis=1, keepdims=True), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken", "include_prompt": True}])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import quantized_checkpoints
 from checkpoints import random_weights, safetensors_bytes, tiny_config, write_model
 from model_oracle import assert_close, poison, record_logits
 from quantized_checkpoints import AWQ, FORMATS, GPTQ, PROJECTIONS, QWEN, compressed, fp8, write_plain, write_quantised
@@ -112,6 +113,28 @@ IGNORED = {  # names that are not: as lists have them; and other entries, which 
     "gptq": {"dynamic": {r"-:.*\.0\.self_attn\.k_proj$": {}, "-:model.layers.1.mlp": {}, "-:up_proj": {}}},
 }
 PLAIN = ("layers.0.self_attn.k_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
+BLOCKS = [["self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+FEWER = {  # other products than lists name, or all but those: loaders take an entry for any part of a name, or ask the files
+    "awq, the beginning of a name": ("awq", ("layers.1.mlp.gate_proj", "self_attn.k_proj"), {"modules_to_not_convert": ["mlp.gate", "k_"]}),
+    "awq, no name": ("awq", (), {"modules_to_not_convert": ["gate", "up"]}),
+    "awq, another": ("awq", ("v_proj", "k_proj"), {"modules_to_not_convert": ["k_proj"]}),
+    "awq, no list": ("awq", PLAIN, {}),
+    "gptq, no list": ("gptq", PLAIN, {}),
+    "gptq, another": ("gptq", ("v_proj", "k_proj"), {"dynamic": {"-:.*v_proj": {}}}),
+    "fp8, patterns": ("fp8", ("layers.0.mlp.up_proj", "q_proj"), {
+        "modules_to_not_convert": [r"model.layers.\d.self_attn.q_proj", "lm_.*", r".*0\.mlp\.up_proj", "model.layers.*.mlp.u"],
+    }),
+    "gptq, blocks": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": BLOCKS}),
+    "gptq, blocks that differ": ("gptq", ("layers.0.self_attn.k_proj",), {"modules_in_block_to_quantize": [*BLOCKS, ["self_attn.k_proj"]]}),
+    "gptq, one list": ("gptq", ("k_proj",), {"modules_in_block_to_quantize": [name for each in BLOCKS for name in each]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEWER)
+def test_what_the_files_hold(tmp_path, case):
+    name, parts, lists = FEWER[case]
+    values = write_quantised(tmp_path / "small", FORMATS[name], plain=parts, quantization=lists)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), "cpu")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
@@ -165,6 +188,25 @@ def test_groups_of_two_kinds(tmp_path, device):
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", plain), device)
 
 
+def test_groups_of_two_sizes(tmp_path, device):
+    """Rules of GPTQ: the first that matches a name counts."""
+    rules = {"+:.*down_proj": {"bits": 4, "group_size": 16, "sym": True}, "-:.*(v|down)_proj": {}, ".*q_proj": {"group_size": 64}, ".*k_proj": {}}
+    form, sizes = FORMATS["gptq"], {"down_proj": 16, "q_proj": 64}
+    config = form._replace(config=form.config | {"dynamic": rules})
+    values, others = write_quantised(tmp_path / "small", config, plain=("v_proj",)), {}
+
+    def edit(tensors):
+        for name, value in random_weights(tiny_config(vocab_size=104)).items():
+            module = name.removesuffix(".weight")
+            if (size := sizes.get(module.rpartition(".")[2])) is not None:
+                matrix = quantized_checkpoints.int4("gptq", size, stored_less=1)(value.astype(np.float64))
+                tensors.update({f"{module}.{last}": each for last, each in matrix.tensors.items()})
+                others[name] = matrix.values.astype(np.float32)
+
+    write_quantised(tmp_path / "small", config, plain=("v_proj",), edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values | others), device)
+
+
 @pytest.mark.parametrize("name", ["fp8, channel", "gptq, version 2"])
 def test_a_tied_head(tmp_path, name, device):
     form = FORMATS[name]
@@ -182,6 +224,14 @@ def test_a_scalar_and_scales_of_activations(tmp_path, device):
     form.config["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
     values = write_quantised(tmp_path / "small", form, edit=edit)
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), device)
+
+
+def test_groups_of_64_bits(tmp_path):
+    def edit(tensors):
+        tensors.update({name: array.astype(np.int64) for name, array in tensors.items() if name.endswith("g_idx")})
+
+    values = write_quantised(tmp_path / "small", FORMATS["gptq, order"], edit=edit)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values), "cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -372,6 +422,8 @@ REFUSED = {
     "a list": ({"quant_method": ["awq"]}, r"quant_method is \['awq'\]; supported are"),
     "no object": ("awq", "quantization_config is 'awq' but must be an object"),
     "static activations": (QWEN | {"activation_scheme": "static"}, "activation_scheme is 'static'; only 'dynamic' is"),
+    "a huge block": (QWEN | {"weight_block_size": [2**70, 128]}, r"weight_block_size is \[1180591620717411303424, 128\] but must be two"),
+    "fp8, a pattern": (QWEN | {"ignored_layers": ["mlp.*("]}, r"ignored_layers holds 'mlp.\*\(', which is no pattern"),
     "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, "activation_scheme is 'static'"),
     "no blocks": (QWEN | {"weight_block_size": None}, "weight_block_size is None but must be two positive integers"),
     "odd blocks": (QWEN | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\] but must be two positive"),
@@ -388,10 +440,12 @@ REFUSED = {
     "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; only 'gptq' or 'gptq_v2'"),
     "gptq, two formats": (GPTQ | {"format": "gptq_v2"}, "checkpoint_format is 'gptq' but format is 'gptq_v2'"),
     "gptq, floats": (GPTQ | {"data_type": "mx_fp"}, "data_type is 'mx_fp'; only 'int' is supported"),
-    "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic holds '\+:\.\*down\.\*'; only"),
+    "gptq, by module": (GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic.\+:.\*down.\*.bits is 8; only 4 is supp"),
+    "gptq, a rule's key": (GPTQ | {"dynamic": {".*up": {"pairs": 1}}}, r"dynamic.\.\*up.pairs is 1, a setting that is not known"),
     "gptq, rules": (GPTQ | {"dynamic": ["-:.*down.*"]}, r"dynamic is \['-:\.\*down\.\*'\] but must be an object"),
-    "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '-:\(', which is no pattern"),
-    "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize is .*; only None"),
+    "gptq, a rule of text": (GPTQ | {"dynamic": {"+:.*up": "x"}}, r"dynamic.\+:.\*up is 'x' but must be an object"),
+    "gptq, a pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic holds '\(', which is no pattern"),
+    "gptq, some modules": (GPTQ | {"modules_in_block_to_quantize": [["q"], 1]}, r"modules_in_block_to_quantize is \[\['q'\], 1\] but must be"),
     "int8": (with_weights(bits=8), "group_0.weights.num_bits is 8; only 4 is supported"),
     "w8a8": (with_weights(bits=8, strategy="channel", form="int-quantized"), "num_bits is 8; only 4"),
     "fp4": (with_weights("float", 4, form="nvfp4-pack-quantized"), "num_bits is 4; only 8 is supported"),
@@ -399,6 +453,8 @@ REFUSED = {
     "another format": (with_weights(form="marlin-24"), "quantization_config.format is 'marlin-24'; only 'pack-quantized' is"),
     "fp8 in groups": (with_weights("float", 8, form="float-quantized"), "strategy is 'group'; only 'tensor' or 'channel' or 'block'"),
     "a group of a channel": (with_weights(strategy="channel"), "weights.group_size is 32; only -1 or None is supported"),
+    "int4, no group": (with_weights(strategy=None, group_size=None), "strategy is 'tensor'; only 'group' or 'channel'"),
+    "no bits": (with_weights(bits=None), "num_bits is 8; only 4 is supported"),
     "int4, tensor": (with_weights(strategy="tensor"), "strategy is 'tensor'; only 'group' or 'channel'"),
     "dynamic weights": (with_weights(dynamic=True), "dynamic is True; only False is supported"),
     "outputs": (with_group(output_activations={"num_bits": 8}), "output_activations is .*; only None is supported"),
@@ -436,7 +492,8 @@ RECORDS = {
         "amp": True, "autoround_version": "0.4.4", "batch_size": 8, "block_name_to_quantize": None, "data_type": "int",
         "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
         "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005, "minmax_lr": 0.005,
-        "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048,
+        "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048, "act_bits": 16, "act_data_type": "int",
+        "act_dynamic": True, "act_group_size": 32, "act_sym": True, "quant_block_list": [["model.layers.0", "model.layers.1"]],
     }),
     "AutoRound, awq": ("awq", {
         "act_bits": 16, "autoround_version": "0.9.0", "data_type": "int", "iters": 0, "provider": "auto-round", "sym": False,
@@ -464,7 +521,7 @@ def test_what_transformers_writes():
         raw = getattr(transformers, name)(**options).to_dict()
         raw = json.loads(json.dumps(raw, default=lambda each: each.value))
         found = parse_quantization({"quantization_config": raw})
-        assert found.stores == stores and found.covers("model.layers.0.mlp.up_proj") and not found.covers("lm_head")
+        assert found.stores == stores and found.covers("model.layers.0.mlp.up_proj") is not False and not found.covers("lm_head")
 
 
 def test_what_llm_compressor_writes():
@@ -472,7 +529,18 @@ def test_what_llm_compressor_writes():
     config = with_weights(actorder="static", observer="mse", observer_kwargs={"a": 1}, scale_dtype=None, zp_dtype=None)
     config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured"}
     config["transform_config"] = {}
+    config["provider"] = "auto-round"  # which writes its files, too
     assert parse_quantization({"quantization_config": config}).stores == ("int4",)
+
+
+def test_a_strategy_that_is_not_there():
+    """As compressed-tensors infers it, and its other defaults."""
+    for size, expected in ((32, "group"), (-1, "channel")):
+        config = with_weights(strategy=None, type=None, group_size=size)
+        (scheme,) = parse_quantization({"quantization_config": config}).schemes
+        assert (scheme.type, scheme.strategy, scheme.group_size) == ("int", expected, size)
+    config = with_weights("float", None, strategy=None, form="float-quantized", group_size=None)
+    assert parse_quantization({"quantization_config": config}).schemes[0].strategy == "tensor"
 
 
 def test_a_product_that_several_groups_name():

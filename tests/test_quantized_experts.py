@@ -113,7 +113,7 @@ def test_experts_in_one_tensor(tmp_path, name, device):
     assert_like(tmp_path / "small", plain(tmp_path / "plain", plain_values), device)
 
 
-@pytest.mark.parametrize("name", ["awq", "packed", "fp8, channel"])
+@pytest.mark.parametrize("name", ["packed", "fp8, channel"])
 def test_one_tensor_of_a_format_without_them(tmp_path, name):
     write(tmp_path, name, edit=lambda tensors: tensors.update({"model.layers.1.mlp.experts.down_proj": np.zeros((6, 64, 96), np.int32)}))
     with pytest.raises(NotImplementedError, match=r"model.layers.1.mlp.experts.down_proj: experts in one tensor, quantised \("):

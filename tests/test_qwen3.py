@@ -124,7 +124,7 @@ def test_rotary_table(form):
     parameters = FORMS.get(form, {}).get("rope_parameters", {"rope_type": "default", "rope_theta": theta})
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=256, rope_parameters=dict(parameters))
     cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(3000)[None])
-    table = cos_sin_table(parse_rope({"rope_parameters": parameters}, 256), 128, 3000)
+    table = cos_sin_table(parse_rope({"rope_parameters": parameters}, 256, 128), 128, 3000)
     np.testing.assert_allclose(table[:, :64], cos[0, :, :64].numpy(), atol=1e-6)
     np.testing.assert_allclose(table[:, 64:], sin[0, :, :64].numpy(), atol=1e-6)
 

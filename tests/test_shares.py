@@ -22,7 +22,6 @@ from pagedkv.models.spec import Batch
 PROMPT = np.random.default_rng(7).integers(0, 97, 23).astype(np.int32)
 # So that a rank has heads and blocks of every format.
 SIZES = {"vocab_size": 264, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "intermediate_size": 768}
-UNSPLIT = {"packed, order", "gptq, order"}
 
 
 def plan_of(folder: Path, num_ranks: int, quantization: str | None = None, is_dummy: bool = False) -> RunnerPlan:
@@ -112,7 +111,7 @@ def test_dtype_of_16_bits(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("name", [*sorted(set(FORMATS) - UNSPLIT), "loaded as fp8"])
+@pytest.mark.parametrize("name", [*sorted(FORMATS), "loaded as fp8"])
 def test_quantised(tmp_path, name, family):
     if family == "qwen3_moe" and name in set(FORMATS) - set(NAMES):
         pytest.skip("experts have no such format")
@@ -123,13 +122,6 @@ def test_quantised(tmp_path, name, family):
         quantization = ROUTER.get(name) if family == "qwen3_moe" else None
         write_quantised(tmp_path, FORMATS[name], family, quantization=quantization, **options)
         check(tmp_path, 2)
-
-
-@pytest.mark.parametrize("name", sorted(UNSPLIT))
-def test_groups_in_another_order_are_refused(tmp_path, name):
-    write_quantised(tmp_path, FORMATS[name], **SIZES)
-    with pytest.raises(NotImplementedError, match=r"self_attn.o_proj.*g_idx: groups in the order of activations"):
-        run_all(plan_of(tmp_path, 2))
 
 
 def test_experts_in_one_tensor(tmp_path):

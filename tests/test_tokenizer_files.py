@@ -378,6 +378,11 @@ BROKEN = {
     "a list": ("tokenizer_config", "[]", "tokenizer_config.json: a JSON object was expected, not list"),
     "no JSON": ("special_tokens_map", "{", "special_tokens_map.json: "),
     "a number": ("tokenizer_config", '{"extra_special_tokens": [5]}', "tokenizer_config.json .*: 5 is no token"),
+    "a flag": ("tokenizer_config", '{"eos_token": {"content": "x", "lstrip": 1}}', "tokenizer_config.json .*: lstrip must be true or false"),
+    "false": ("tokenizer_config", '{"pad_token": false}', "tokenizer_config.json .*: False is no token"),
+    "half a character": ("tokenizer_config", '{"eos_token": "\\ud800"}', "tokenizer_config.json .*surrogates not allowed"),
+    "no flags": ("tokenizer_config", '{"added_tokens_decoder": {"7": "<x>"}}', "tokenizer_config.json .*added_tokens_decoder is {'7': '<x>'} but"),
+    "no number": ("added_tokens", '{"<x>": null}', "added_tokens.json holds {'<x>': None} but must hold token ids"),
     "no ids": ("tokenizer_config", '{"added_tokens_decoder": {"x": "<x>"}}', "tokenizer_config.json .*'x'"),
     "a pointer": (
         "tokenizer",

@@ -42,6 +42,7 @@ class EngineCore(Holds):
         self.scheduler, self.counters = scheduler, EngineCounters()
         self.book = RequestBook(scheduler)
         self._owner, self._guesser = owner, guesser
+        self.has_head: bool = getattr(runner.model, "has_head", True)  # without one it makes vectors alone
         self.holds = set()
         self._faults: FaultSearch | None = None  # after a step that failed, until its request is found
         self._pipeline = self._new_pipeline(runner)

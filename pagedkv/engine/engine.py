@@ -193,12 +193,18 @@ class Engine(Control):
             request.sequences.append(seq)
         if error is None:
             try:
-                self.scheduler.check(request.sequences[0])
-                check_vocabulary(params, self.config.vocab_size)
-                request.prepare_text()
+                self._check(request)
             except (ValueError, OutOfBlocks) as problem:
                 request.sequences[0].error = problem
         return request
+
+    def _check(self, request: Request) -> None:
+        """Raises where it cannot be served."""
+        self.scheduler.check(request.sequences[0])
+        if request.normalizes is None and not self._core.has_head:
+            raise ValueError(f"{self.folder} has no head (lm_head.weight): it makes vectors of texts: embed()")
+        check_vocabulary(request.params, self.config.vocab_size)
+        request.prepare_text()
 
     def _find_adapter(self, lora_request: LoRARequest | None) -> tuple[Adapter | None, Exception | None]:
         """The adapter, or why there is none."""

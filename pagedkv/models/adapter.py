@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ class AdapterConfig:
                 raise ValueError("target_modules is missing")
         except NotImplementedError as error:
             raise NotImplementedError(f"{path}: {error}") from None
-        except (TypeError, ValueError, re.error) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
 
     def rank(self, name: str) -> int:
@@ -196,7 +197,7 @@ class AdapterConfig:
 def _number(raw: Mapping[str, Any], key: str, least: float = 0) -> Any:
     value = raw.get(key)
     kinds = (int,) if key in ("r", "rank_pattern") else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value < float("inf"):
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= sys.float_info.max:
         raise ValueError(f"{key} is {value!r} but must be {'an integer' if kinds == (int,) else 'a number'} >= {least}")
     return value
 
@@ -206,9 +207,15 @@ def _numbers(raw: Mapping[str, Any], key: str, least: float = 0) -> dict[re.Patt
     patterns = raw.get(key) or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{key} is {patterns!r} but must map names to numbers")
-    return {
-        re.compile(rf"(.*\.)?({pattern})$"): _number({key: value}, key, least) for pattern, value in patterns.items()
-    }
+    form = r"(.*\.)?({})$"
+    return {_compiled(key, each, form): _number({key: value}, key, least) for each, value in patterns.items()}
+
+
+def _compiled(key: str, pattern: str, form: str = "{}") -> re.Pattern[str]:
+    try:
+        return re.compile(form.format(pattern))
+    except re.error as error:
+        raise ValueError(f"{key} holds {pattern!r}, which is no pattern: {error}") from None
 
 
 def _of_pattern(numbers: Mapping[re.Pattern[str], Any], name: str, default: Any) -> Any:
@@ -230,7 +237,7 @@ def _targets(raw: Mapping[str, Any], key: str) -> tuple[str, ...] | re.Pattern[s
     if value is None or value == []:
         return None
     if isinstance(value, str):
-        return re.compile(".*" if value == "all-linear" and key == "target_modules" else value)
+        return _compiled(key, ".*" if value == "all-linear" and key == "target_modules" else value)
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{key} is {value!r} but must be a pattern or a list of names")
     return tuple(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -133,7 +134,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "rms_norm_eps": number(raw, "rms_norm_eps"),
         "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
         "dtype": dtype,
-        "rope": parse_rope(raw, max_position_embeddings),
+        "rope": parse_rope(raw, max_position_embeddings, head_dim),
         "eos_token_ids": _eos_token_ids(raw) | _eos_token_ids(generation, "generation_config.json: "),
         "quantization": parse_quantization(raw),
     }
@@ -189,9 +190,9 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def count(raw: Mapping[str, Any], name: str) -> int:
-    value = raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ValueError(f"{name} is {value!r} but must be a positive integer below 2**31")
+    value, bits = raw[name], 16 if name == "num_hidden_layers" else 31
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**bits:
+        raise ValueError(f"{name} is {reprlib.repr(value)} but must be a positive integer below 2**{bits}")
     return value
 
 

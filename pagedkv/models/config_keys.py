@@ -7,8 +7,8 @@ tool leaves behind as a record is in HARMLESS; so is all that transformers itsel
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -90,10 +90,10 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False, where: str = 
 
 
 def number(raw: Mapping[str, Any], name: str, default: float | None = None, where: str = "") -> float:
-    """A positive one. Without a default the key must be there."""
+    """A positive one that a float holds. Without a default the key must be there."""
     value = default if raw.get(name) is None else raw[name]
     if value is None:
         raise KeyError(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{where}{name} is {value!r} but must be a positive number")
     return float(value)

@@ -66,7 +66,8 @@ class Decoder:
         self._first_row = None if self.comm is None else ranges_of(rows)[0][0]
         self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
         self.norm = source.load("model.norm.weight", config.hidden_size)
-        if config.tie_word_embeddings:
+        self.has_head = config.tie_word_embeddings or source.has_head
+        if config.tie_word_embeddings or not self.has_head:  # without a head the embedding stands in, and is not used
             head = Linear(Weight(self.embedding), batch_invariant=source.batch_invariant)
         else:
             head = source.linear({"lm_head": rows}, config.hidden_size)

@@ -56,17 +56,17 @@ def load_experts(
     whose name joins those of the projections, or of a tensor each."""
     stems = [each.removesuffix("_proj") for each in rows]
     joined = f"{name}.{'_'.join(stems)}_proj"
-    size, quantization = sum(rows.values()), source.quantization
+    size = sum(rows.values())
     comm = source.comm if isinstance(in_features, Share) else None
     each = {f"{name}.{i}.{row}": count for i in range(num_experts) for row, count in rows.items()}
     weights = [{f"{name}.{i}.{row}.weight": count for row, count in rows.items()} for i in range(num_experts)]
     if source.has(joined):
-        if quantization is None or not quantization.covers(joined):
+        if not source.is_quantised(joined):
             weight = source.load(joined, num_experts, size, in_features)
             source.places.add_experts(joined, weight, weights)
             return ExpertLinear(Weight(weight), comm, source.batch_invariant)
         parts = _parts_of_joined(source, joined, num_experts, size, in_features)
-    elif quantization is None or not any(map(quantization.covers, each)):
+    elif not any(map(source.is_quantised, each)):
         stacked = source.load_stacked({one: count for expert in weights for one, count in expert.items()}, in_features)
         weight = stacked.view((num_experts, int(size), int(in_features)))
         source.places.add_experts(joined, weight, weights)

@@ -143,6 +143,7 @@ class TensorSource(ABC):
     lora: LoraSize | None = None  # what memory products have for adapters
     comm: Communicator | None = None  # of the ranks that have the tensors' shares; None: one has all
     batch_invariant: bool = False  # no token's bits may depend on the other tokens of a step
+    has_head: bool = True  # one that is not, may still have the embedding for a head
     dequantised: list[str]  # those that could not stay as they were
     places: Places  # where they went
 
@@ -185,13 +186,18 @@ class TensorSource(ABC):
         # Of a sum one term has the bias.
         bias = self._joined(biases) if has_bias and is_first(in_features) else None
         comm = self.comm if isinstance(in_features, Share) else None
-        if self.quantization is None or not any(map(self.quantization.covers, rows)):
+        if not any(map(self.is_quantised, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}
             placed = [Weight(self._joined(weights, in_features))]
         else:
             parts = [self.part(name, count, in_features) for name, count in rows.items()]
             placed = [self.place(each) for each in stackable(parts)]
         return Linear(*placed, bias=bias, lora=lora, comm=comm, batch_invariant=self.batch_invariant)
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the weight of the product of this name is, or the one of all experts."""
+        covers = False if self.quantization is None else self.quantization.covers(name)
+        return not (self.has(f"{name}.weight") or self.has(name)) if covers is None else covers
 
     def _lora_parts(self, rows: Mapping[str, int], in_features: int, size: LoraSize) -> list[LoraPart]:
         parts: list[LoraPart] = []
@@ -203,7 +209,7 @@ class TensorSource(ABC):
     def part(self, name: str, num_rows: int, in_features: int) -> Part:
         """The weight of the projection of this name, in the form in which it is to be placed."""
         quantization = self.quantization
-        if quantization is not None and quantization.covers(name):
+        if quantization is not None and self.is_quantised(name):
             part = part_of(self, lambda source: quantization.read(source, name, num_rows, in_features))
             if part.scales is None:
                 self.dequantised.append(name)

@@ -45,8 +45,19 @@ class Rope:
     high_freq_factor: float = 4.0
 
 
-def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
-    """Of config.json. transformers 5 writes rope_parameters with everything in it, 4 wrote rope_theta beside
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> Rope:
+    """Of config.json. Raises ValueError for numbers of which no table can be made."""
+    rope = _parse(raw, max_position_embeddings)
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            inverse_frequencies(rope, head_dim) * np.float32(2**31) * np.float32(rope.attention_factor)
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(f"the rotary embedding is no number at some position ({error}): {rope}") from None
+    return rope
+
+
+def _parse(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
+    """transformers 5 writes rope_parameters with everything in it, 4 wrote rope_theta beside
     rope_scaling. Where both are there, rope_scaling counts, as it does in transformers 5."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     scaling = raw.get(name) or {}
@@ -74,7 +85,7 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> Rope:
         int(original),
         number(scaling, "beta_fast", 32.0, where),
         number(scaling, "beta_slow", 1.0, where),
-        _yarn_attention_factor(scaling, factor),
+        _yarn_attention_factor(scaling, factor, where),
         flag(scaling, "truncate", True, where),
     )
 
@@ -104,7 +115,7 @@ def _theta(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
     return number({"rope_theta": theta}, "rope_theta", DEFAULT_THETA)
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float, where: str) -> float:
     """What cos and sin are multiplied by (YaRN, section 3.4: sqrt(1/t) = 0.1 ln(s) + 1), unless the file says.
 
     attn_factor multiplies it: with 0.8782488562869419, as in DeepSeek-R1-0528-Qwen3-8B, and a factor of 4 nothing is
@@ -113,16 +124,18 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
 
-    given, more = scaling.get("attention_factor"), scaling.get("attn_factor")
+    names = "attention_factor", "attn_factor"
+    given, more = (None if scaling.get(name) is None else number(scaling, name, where=where) for name in names)
     if given is not None and more is not None:
         raise ValueError(f"attention_factor is {given} and attn_factor is {more}: only one of them may be there")
     if given is not None:
-        return float(given)
+        return given
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        scale = temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+        above, below = (temperature(number(scaling, name, where=where)) for name in ("mscale", "mscale_all_dim"))
+        scale = above / below
     else:
         scale = temperature(1.0)
-    return scale * (1.0 if more is None else float(more))
+    return scale * (1.0 if more is None else more)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

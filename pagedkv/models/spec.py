@@ -39,8 +39,8 @@ class Quantization(ABC):
         """What the weights are in memory: "fp8", "int4", or both."""
 
     @abstractmethod
-    def covers(self, name: str) -> bool:
-        """Whether the weight of the product of this name is quantised."""
+    def covers(self, name: str) -> bool | None:
+        """Whether the weight of the product of this name is quantised; None: that is as the files have it."""
 
     @abstractmethod
     def read(self, source: Any, name: str, num_rows: int, in_features: int) -> Part:

@@ -133,7 +133,7 @@ def stack_scales(parts: Sequence[Part], num_experts: int = 1) -> Scales:
     stacked = ops.empty((sum(counts), each[0].values.shape[1]), each[0].values.dtype)
     start = 0
     for scales, count in zip(each, counts, strict=True):
-        values, repeats = scales.values, scales.block[0] // rows
+        values, repeats = scales.values, min(scales.block[0] // rows, count)
         if repeats > 1:  # those of int4 have one row and never come here, so this is float32
             values = ops.asarray(np.repeat(values.numpy(), repeats, axis=0)[:count])
         stacked[start : start + count].copy_(values)

@@ -48,6 +48,8 @@ class Checkpoint(TensorSource):
         self.lora, self.comm, self.batch_invariant = lora, comm, batch_invariant
         self.places = places or Places(device, dtype)
         self.files = _open_files(folder)
+        embedding = "model.embed_tokens.weight"
+        self.has_head = embedding not in self.files or embedding in self.files[embedding].entries
         self.stamps = _stamps(self.files)
         self.used: set[str] = set()
         self._views: list[tuple[SafetensorsFile, str]] = []  # whose tensors are about to be copied

@@ -158,8 +158,12 @@ class NamedTokens(NamedTuple):
         try:
             named, extra = _named_and_extra(settings, special)
             listed = None if decoder is None else {int(token_id): token for token_id, token in decoder.items()}
-            for token in [*filter(None, named.values()), *extra, *(listed or {}).values()]:
-                _text(token)
+            for token in [*(each for each in named.values() if each is not None), *extra, *(listed or {}).values()]:
+                _check(token)
+            if not all(isinstance(each, dict) for each in (listed or {}).values()):
+                raise ValueError(f"added_tokens_decoder is {decoder!r} but must hold tokens with flags")
+            if not all(isinstance(each, int) for each in older.values()):
+                raise ValueError(f"added_tokens.json holds {older!r} but must hold token ids")
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: tokenizer_config.json or special_tokens_map.json: {error}") from None
         return NamedTokens(named, extra, listed, older, bool(settings.get("split_special_tokens", False)))
@@ -246,6 +250,14 @@ def _text(token: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{token!r} is no token: neither a text nor a dict with a content")
     return text
+
+
+def _check(token: Any) -> None:
+    _text(token).encode()  # raises for a lone surrogate
+    flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, dict) else {}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{token!r} is no token: {name} must be true or false")
 
 
 def _has_type(token: Any) -> bool:

@@ -21,6 +21,7 @@ FORMAT = {
     "format": ("gemm",),
     "lm_head": (False,),
     "method": ("awq",),
+    "modules_in_block_to_quantize": (),
 }
 
 
@@ -42,8 +43,10 @@ class Awq(Quantization):
     def unit(self) -> tuple[int, int]:  # type: ignore[override]
         return int4_unit(self.group_size)
 
-    def covers(self, name: str) -> bool:
-        return name != "lm_head" and not names_part_of(name, self.ignored)
+    def covers(self, name: str) -> bool | None:
+        """Loaders differ in what an entry names: any part of a name, a pattern, or its end. vLLM asks the files where
+        there is no list."""
+        return False if name == "lm_head" or names_part_of(name, self.ignored) else None
 
     def read(self, source: TensorSource, name: str, num_rows: int, in_features: int) -> Part:
         groups = num_groups(name, in_features, self.group_size, num_rows)

@@ -20,7 +20,7 @@ from ..share import blocks, whole
 from ..spec import Quantization
 from ..weight import Part
 from .fp8 import block_of, num_blocks, read_fp8
-from .gptq import groups_of_inputs
+from .gptq import groups_of
 from .int4 import PER_WORD, dense_part, int4_part, int4_unit, unpacked, words, write_along_inputs
 from .keys import WHERE, check_patterns, checked, group_size, names, num_groups, one_of
 
@@ -56,7 +56,7 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
             "transform_config": ({},),
             "dequantize": (False,),
         },
-        "version global_compression_ratio run_compressed use_optimized_inference",
+        "version global_compression_ratio provider run_compressed use_optimized_inference",
     )
     if raw.get("sparsity_config"):
         one_of(raw["sparsity_config"], "format", ("dense",), where=f"{WHERE}sparsity_config.")
@@ -74,15 +74,17 @@ def _parse_scheme(raw: Mapping[str, Any], group: Mapping[str, Any], where: str) 
         raise NotImplementedError(f"{where}weights is {weights!r}; only an object is supported")
     inside = f"{where}weights."
     checked(weights, NUMBERS, {}, OBSERVED, where=inside)
-    kind = one_of(weights, "type", ("float", "int"), where=inside)
-    one_of(weights, "num_bits", (NUM_BITS[kind],), where=inside)
+    kind = one_of(weights, "type", ("float", "int"), "int", where=inside)
+    one_of(weights, "num_bits", (NUM_BITS[kind],), 8, where=inside)
     one_of(weights, "dynamic", (False,), False, where=inside)
     if group.get("format") is not None:
         one_of(group, "format", FORMATS[kind], where=where)
     else:
         one_of(raw, "format", FORMATS[kind])
     is_symmetric = one_of(weights, "symmetric", (True,) if kind == "float" else (True, False), True, where=inside)
-    strategy = one_of(weights, "strategy", STRATEGIES[kind], where=inside)
+    given = weights.get("group_size")
+    default = "tensor" if given is None else "channel" if given == -1 else "group"
+    strategy = one_of(weights, "strategy", STRATEGIES[kind], default, where=inside)
     one_of(weights, "actorder", ("weight", "group", "static", "dynamic", False, True, None), where=inside)
     _check_activations(group.get("input_activations"), kind, f"{where}input_activations")
     block = block_of(weights, "block_structure", inside) if strategy == "block" else (0, 0)
@@ -160,7 +162,8 @@ def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: S
 
 
 def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
-    groups = num_groups(name, shape[1], scheme.group_size, shape[0])
+    count = num_groups(name, shape[1], scheme.group_size, shape[0])
+    groups, of_inputs = groups_of(source, f"{name}.weight_g_idx", count, shape[1])
     packed = words(source.view(f"{name}.weight_packed", (shape[0], blocks(shape[1], PER_WORD)), ("int32",)))
     scales = source.view(f"{name}.weight_scale", (shape[0], groups), DTYPES)
     zeros = None
@@ -172,7 +175,6 @@ def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: 
         if given != tuple(map(whole, shape)):
             expected = list(map(whole, shape))
             raise source.error(f"{name}.weight_shape", f"holds {list(given)} but the config says {expected}")
-    of_inputs = groups_of_inputs(source, f"{name}.weight_g_idx", shape[1], groups)
     if of_inputs is not None:
         return dense_part(packed, scales, zeros, of_inputs, source.dtype)
     return int4_part(shape, write_along_inputs(packed), scales, zeros)

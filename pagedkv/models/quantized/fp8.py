@@ -7,6 +7,7 @@ scales of their own ("dynamic"), where a GPU multiplies that faster.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from ..linear import TensorSource
 from ..share import blocks
 from ..spec import Quantization
 from ..weight import Part, Scales, part_of_view
-from .keys import WHERE, checked, is_router, names, names_part_of, one_of
+from .keys import WHERE, check_patterns, checked, is_router, names, names_part_of, one_of
 
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
@@ -43,14 +44,17 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
     one_of(raw, "activation_scheme", ("dynamic",), "dynamic")
     given = [key for key in LISTS if raw.get(key) is not None]
     ignored = [each for key in given for each in names(raw, key)] if given else ["lm_head"]
-    return BlockFp8(block_of(raw, "weight_block_size", WHERE), tuple(ignored))
+    patterns = tuple(each for each in ignored if set(each) & set(r"*+?[](){}|^$\\"))  # transformers reads all as such
+    check_patterns(patterns, "", f"{WHERE}{' or '.join(LISTS)}")
+    return BlockFp8(block_of(raw, "weight_block_size", WHERE), tuple(ignored), patterns)
 
 
 def block_of(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
-    value = raw.get(key)
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
+    value: Any = raw.get(key)
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    if is_pair and all(type(each) is int and 0 < each < 2**31 for each in value):
         return value[0], value[1]
-    raise NotImplementedError(f"{where}{key} is {value!r} but must be two positive integers")
+    raise NotImplementedError(f"{where}{key} is {value!r} but must be two positive integers below 2**31")
 
 
 def num_blocks(num_rows: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:
@@ -77,10 +81,12 @@ def read_fp8(
 class BlockFp8(Quantization):
     block: tuple[int, int]
     ignored: tuple[str, ...]
+    patterns: tuple[str, ...]  # of the beginnings of names that are not quantised, too
     name, stores, reads_joined_experts = "fp8", ("fp8",), True
 
     def covers(self, name: str) -> bool:
-        return not names_part_of(name, self.ignored)
+        is_matched = any(re.match(rf"({each})(\.|$)", name) for each in self.patterns)
+        return not is_matched and not names_part_of(name, self.ignored)
 
     @property
     def unit(self) -> tuple[int, int]:  # type: ignore[override]

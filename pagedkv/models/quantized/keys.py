@@ -14,21 +14,20 @@ WHERE = "quantization_config."
 # Of GPTQ and AWQ: how weights were made, by AutoRound, too, and what a library runs them with. What these say of the
 # format is in the tensors: desc_act in g_idx, sym in the zeros.
 HARMLESS = """
-    act_group_aware amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs
-    damp_auto_increment damp_percent dataset desc_act disable_exllama do_fuse enable_minmax_tuning
-    enable_norm_bias_tuning enable_quanted_input exllama_config fuse_max_seq_len gradient_accumulate_steps hyb_act
-    iters low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen
-    module_name_preceding_first_block modules_to_fuse mse nsamples offload_to_disk offload_to_disk_path pack_impl
-    pad_token_id provider quantizer scale_dtype seqlen static_attention_granularity static_groups
-    static_kv_granularity supported_types sym to_quant_block_names tokenizer true_sequential uri use_cuda_fp16
-    use_exllama
+    act_data_type act_dynamic act_group_aware act_group_size act_sym amp autoround_version backend batch_size
+    block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset desc_act disable_exllama
+    do_fuse enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input exllama_config fuse_max_seq_len
+    gradient_accumulate_steps hyb_act iters low_gpu_mem_usage lr max_input_length meta minmax_lr
+    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block modules_to_fuse mse
+    nsamples offload_to_disk offload_to_disk_path pack_impl pad_token_id provider quant_block_list quantizer
+    scale_dtype seqlen static_attention_granularity static_groups static_kv_granularity supported_types sym
+    to_quant_block_names tokenizer true_sequential uri use_cuda_fp16 use_exllama
 """
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "act_bits": (16,),
     "adapter": ({},),
     "data_type": ("int",),
     "is_marlin_format": (False,),
-    "modules_in_block_to_quantize": (),
     "pack_dtype": ("int32",),
     "rotation": (),
 }

@@ -68,7 +68,11 @@ def check_call(name, arguments):
 # --- forced by a grammar
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"])
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED], ids=["required", "named", "allowed"])
 def test_calls_that_are_asked_for(random_model, choice):
     """Whatever the model is: each answer is calls of the tools, with arguments of their schemas."""
     name, http = random_model
@@ -196,6 +200,9 @@ def test_no_calls_where_none_are_wanted(folder):
             found = of_whole(post(http, CHAT, messages=MESSAGES, **more)["choices"][0])
             assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2] and found["finish_reason"] == "stop"
             assert "get_time" not in Tokenizer(folder).decode(client.seen[-1][0])
+        post(http, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}})
+        text = Tokenizer(folder).decode(client.seen[-1][0])
+        assert "get_time" in text and "get_weather" not in text
 
 
 def test_whether_the_prompt_has_begun_the_thoughts(folder):
@@ -304,6 +311,7 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "must be one of auto, none, required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function of tools"),
+    ({"tools": TOOLS, "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice", "must have a mode, auto or required, and tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, "structured_outputs", "xgrammar says"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "structured_outputs", "xgrammar says"),

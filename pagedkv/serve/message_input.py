@@ -57,7 +57,7 @@ def _user(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str,
         if kind == "text":
             texts.append(_string(f"{where}.content[{k}]", block, "text"))
         elif kind == "tool_result":
-            content = "\n".join(_texts(f"{where}.content[{k}].content", block.get("content", "")))
+            content = "\n".join(_texts(f"{where}.content[{k}].content", block.get("content") or ""))
             number = _string(f"{where}.content[{k}]", block, "tool_use_id")
             found.append({"role": "tool", "tool_call_id": number, "content": content})
         else:

@@ -85,8 +85,8 @@ def _variables(server: Server, body: MessagesRequest) -> dict[str, Any]:
     """thinking, for templates that have a switch for it."""
     variables = dict(body.chat_template_kwargs or {})
     kind = (body.thinking or {}).get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive"):
-        text = f"thinking.type is {str(kind)[:100]!r} but must be enabled, disabled or adaptive"
+    if kind not in (None, "enabled", "disabled", "adaptive", "between_tools"):
+        text = f"thinking.type is {str(kind)[:100]!r} but must be enabled, disabled, adaptive or between_tools"
         raise ApiError(400, text, param="thinking")
     if kind in ("enabled", "disabled") and SWITCH in server.model.template(body.tools or None):
         variables.setdefault(SWITCH, kind == "enabled")

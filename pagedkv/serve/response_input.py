@@ -1,7 +1,8 @@
-"""The input of /v1/responses as messages of a chat."""
+"""The input of /v1/responses as messages of a chat, and its tools as those of a chat."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import ApiError
@@ -25,6 +26,22 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     return messages.found
 
 
+def flat_tools(tools: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]]]:
+    """The tools, of which those in namespaces have names of both; and, by these names, the fields of a call of one."""
+    flat, names = list[dict[str, Any]](), dict[str, dict[str, str]]()
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            flat.append(tool)
+            continue
+        space, own = tool.get("name"), tool.get("tools")
+        if not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
+            raise ApiError(400, f"tools[{i}]: its tools are no list of tools", param="tools")
+        for each in own:
+            flat.append(each | {"name": f"{space}.{each.get('name')}"})
+            names[flat[-1]["name"]] = {"name": each.get("name", ""), "namespace": str(space)}
+    return flat, names
+
+
 class Messages:
     """Thoughts, the text and the calls of a turn are items of their own, and one message of a chat."""
 
@@ -39,7 +56,10 @@ class Messages:
         if kind == "message":
             self._take_message(where, item)
         elif kind == "function_call":
-            function = {"name": _text(where, item, "name"), "arguments": _text(where, item, "arguments")}
+            name = _text(where, item, "name")
+            if isinstance(item.get("namespace"), str):  # see flat_tools()
+                name = f"{item['namespace']}.{name}"
+            function = {"name": name, "arguments": _text(where, item, "arguments")}
             call = {"id": _text(where, item, "call_id"), "type": "function", "function": function}
             self._turn("tool_calls").setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":

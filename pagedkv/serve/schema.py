@@ -115,7 +115,7 @@ class DetokenizeRequest:
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "access_programs", "include", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id",
-    "workspace_id", "betas", "context_management",
+    "workspace_id", "betas", "context_management", "client_metadata", "max_tool_calls", "personality",
     "prompt_cache_options", "verbosity", "billing_policy", "fallback_credit_token",
 )  # fmt: skip
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
@@ -124,9 +124,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (),
     "web_search_options": (), "chat_template": (), "documents": ([],), "dimensions": (), "prompt_logprobs": (),
     "use_beam_search": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
-    "background": (False,), "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (),
-    "truncation": ("disabled",), "top_logprobs": (0,), "background_options": (), "thread": (), "compaction": (),
-    "fallbacks": ("default",),
+    "background": (False,), "mcp_servers": ([],), "container": (), "image": (), "top_logprobs": (0,),
+    "background_options": (), "thread": (), "compaction": (), "fallbacks": ("default", []),
 }  # fmt: skip
 MAX_TEXTS = 1024  # each costs time for every token, of the thread that makes everybody's steps
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}

@@ -270,6 +270,24 @@ def test_messages_without_content_or_calls(folder):
         assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
 
 
+def test_messages_of_the_system_where_one_is_allowed(folder):
+    """Agents have instructions in several messages, and remind the model later; templates as Qwen3.5's refuse that."""
+    template = (
+        "{% for m in messages %}{{ raise_exception('system') if m.role == 'system' and not loop.first }}{{ m.role[0] }}:"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %} {% endfor %}"
+    )
+    server, client = saying(folder, "x", template)
+    parts = [{"type": "text", "text": "e"}, {"type": "text", "text": "f"}]
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        said = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, {"role": "user", "content": "c"}, {"role": "system", "content": "d"}]
+        for history, expected in ((said, "s:a\n\nb u:c u:d "), (said[2:], "u:c u:d "), (said[:1] + said[2:3], "s:a u:c "),
+                                  ([{"role": "system", "content": parts}, *said[1:3]], "s:e;f;b; u:c ")):
+            post(http, CHAT, messages=history)
+            assert Tokenizer(folder).decode(ids_of(client.seen[-1][0]), skip_special_tokens=False) == expected
+        post(http, "/v1/responses", input=said[1:3], instructions="a")
+        assert Tokenizer(folder).decode(ids_of(client.seen[-1][0])) == "s:a\n\nb u:c "
+
+
 def test_tokens_of_a_conversation_are_those_of_the_chat(folder):
     template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"

@@ -181,14 +181,32 @@ def parse_arguments(messages: Chat) -> Chat:
 
 def easier_forms(messages: Chat) -> list[Chat]:
     """For a template that fails: with the arguments of calls as dicts; with an empty text where there is no content and
-    without empty lists of calls; with both."""
+    without empty lists of calls; with both; and each of these with one message of the system, which is the first."""
     parsed = parse_arguments(messages)
-    return [form for form in (parsed, _complete(messages), _complete(parsed)) if form != messages]
+    forms = [messages, parsed, _complete(messages), _complete(parsed)]
+    return [form for form in [*forms, *map(_with_one_system, forms)] if form != messages]
 
 
 def _complete(messages: Chat) -> Chat:
     filled = [{**message, "content": message.get("content", "")} for message in messages]
     return [{key: value for key, value in m.items() if (key, value) != ("tool_calls", [])} for m in filled]
+
+
+def _with_one_system(messages: Chat) -> Chat:
+    """Those that follow the first at once are put to it; later ones are the user's, so the prompt begins as before."""
+    own = [message["role"] in ("system", "developer") for message in messages]
+    count = [*own, False].index(False)
+    contents = [message.get("content", "") for message in messages[:count]]
+    is_text = all(isinstance(each, str) for each in contents)
+    whole: Any = "\n\n".join(contents) if is_text else [part for each in contents for part in _parts(each)]
+    head = [messages[0] | {"role": "system", "content": whole}] if count else []
+    return head + [m | {"role": "user"} if later else m for m, later in zip(messages[count:], own[count:], strict=True)]
+
+
+def _parts(content: Any) -> SequenceOf[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, (list, tuple)) else [content]
 
 
 def _parsed(call: Any) -> Any:

@@ -270,6 +270,19 @@ def test_messages_without_content_or_calls(folder):
         assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
 
 
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ('{"city": "Rome"}', "city=Rome;"), ("", ""), ("null", ""), (None, ""), ('{"city": "Ro', 'invalid_json={"city": "Ro;'), ("[1]", "invalid_json=[1];"),
+], ids=str)  # fmt: skip
+def test_arguments_that_are_no_object(folder, arguments, expected):
+    """A client sends a call back that was cut: templates that go through the arguments, as Qwen3-Coder's, need some."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}."
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        post(http, CHAT, messages=[*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        assert Tokenizer(folder).decode(ids_of(client.seen[-1][0])) == expected + "."
+
+
 def test_messages_of_the_system_where_one_is_allowed(folder):
     """Agents have instructions in several messages, and remind the model later; templates as Qwen3.5's refuse that."""
     template = (

@@ -183,6 +183,8 @@ def params_of(
         if value is not None and not isinstance(value, str) and len(value) > most:
             raise ApiError(400, f"{name} has {len(value):,} entries but may have {most:,}", param=name)
     given = {name: getattr(request, name) for name in OF_PARAMS if getattr(request, name) is not None}
+    if request.top_p == 0:  # OpenAI allows it, for the most likely token alone
+        given["top_p"] = 1e-9
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         text = f"logprobs is {logprobs} but must be at least 0 and at most {MAX_LOGPROBS}"

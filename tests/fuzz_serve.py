@@ -42,6 +42,7 @@ BLOCKS = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "a"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "b"}}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}]},
+    {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}}, {"type": "text", "text": "x"}], "clear_at": "never"},
 ]  # fmt: skip
 GOOD = {
     "/v1/completions": [{"prompt": "Hi", "max_tokens": 4}, {"prompt": ["a", [3, 4]], "logprobs": 2} | SAMPLING, {"prompt": "Hi", "structured_outputs": {"regex": "[ab]{2}"}, "max_tokens": 5}],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -195,6 +196,28 @@ def test_a_response_of_a_schema(llm):
 
 
 # --- /v1/messages
+
+
+def test_tools_that_come_and_go(http):
+    """As Claude Code says it, in messages of the system; a result of a search names a tool; a reminder is for one turn."""
+    f, g, h = (CUSTOM[1] | {"name": name, "defer_loading": True} for name in ("tool_f", "tool_g", "tool_h"))
+
+    def change(kind, **tool):
+        return {"type": f"tool_{kind}", "tool": tool}
+
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "tool_g"}]}]}
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "tool_f", "input": {}}]}
+    for changes, names in (([], "fg"), ([change("addition", type="tool_reference", name="tool_g")], "fg"), ([change("removal", type="tool_reference", name="tool_f")], "g"),
+                           ([change("addition", type="tool_definition", definition=h), change("removal", type="tool_reference", name="tool_g")], "fh"),
+                           ([change("removal", type="tool_reference", name="tool_f"), change("addition", type="tool_reference", name="tool_f")], "gf")):
+        reminders = [{"role": "system", "content": "Remember A.", "clear_at": "next_user_message"}, used, result, {"role": "system", "content": "Remember B.", "clear_at": "next_user_message"}]
+        post(http, MESSAGES, max_tokens=9, messages=[*HI, *reminders, *([{"role": "system", "content": changes}] if changes else [])], tools=[f, g])
+        text = Tokenizer(http.client.folder).decode(ids_of(http.client.seen[-1][0]))
+        assert re.findall('"name": "tool_(.)", "param', text) == [*names] and text.count("tool_response") == 2 and "Remember B." in text and "Remember A." not in text
+    for wrong in ([change("addition", type="tool_reference", name="x")], [{"type": "tool_removal"}]):
+        assert "none of the tools" in post(http, MESSAGES, 400, max_tokens=9, messages=[*HI, {"role": "system", "content": wrong}], tools=[f])["error"]["message"]
+    only = [{"role": "system", "content": [change("removal", type="tool_reference", name="tool_f")]}]
+    assert "messages is missing or empty" in post(http, MESSAGES, 400, max_tokens=9, messages=only, tools=[f])["error"]["message"]
 
 
 BLOCKS = [

@@ -136,7 +136,7 @@ def test_what_goes_into_a_response(http):
         {"role": "assistant", "content": "Sunny."}, {"role": "assistant", "content": "At noon."},
     ]  # fmt: skip
     assert post(http, RESPONSES, input=items, tools=FUNCTIONS)["status"] == "completed"
-    for wrong in (None, [], 3, [3], [{"type": "item_reference", "id": "x"}], [{"role": "user"}], [{"role": 3, "content": "x"}],
+    for wrong in (None, [], 3, [3], [{"type": "item_reference", "id": "x"}], [{"type": "additional_tools", "tools": "x"}], [{"role": "user"}], [{"role": 3, "content": "x"}],
                   [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], [{"type": "function_call", "name": "f"}]):
         error = post(http, RESPONSES, 400, input=wrong)["error"]
         assert error["param"] == "input" and "input" in error["message"], wrong
@@ -153,7 +153,8 @@ def test_what_codex_sends(folder):
     tools = [FUNCTIONS[0], {"type": "namespace", "name": "mcp__fs", "description": "files", "tools": [FUNCTIONS[1] | {"name": "read"}]}, {"type": "web_search", "external_web_access": False}]
     server, client = saying(folder, call)
     with server as (url, _), httpx.Client(base_url=url) as http:
-        body = {"input": "Hi", "tools": tools, "tool_choice": "auto", "client_metadata": {"a": "b"}, "parallel_tool_calls": False, "store": False, "stream": True}
+        items = [{"type": "additional_tools", "role": "developer", "tools": tools[1:]}, {"role": "user", "content": "Hi"}]
+        body = {"input": items, "tools": tools[:1], "tool_choice": "auto", "client_metadata": {"a": "b"}, "parallel_tool_calls": False, "store": False, "stream": True}
         answer = http.post(RESPONSES, json=body)
         assert answer.headers["x-pagedkv-warning"] == "without effect: client_metadata, store, tools.web_search"
         (item,) = named_events(answer)[-1]["response"]["output"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from .errors import ApiError
@@ -26,20 +27,28 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     return messages.found
 
 
-def flat_tools(tools: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]]]:
-    """The tools, of which those in namespaces have names of both; and, by these names, the fields of a call of one."""
+def flat_tools(tools: Iterable[dict[str, Any]], given: Any) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]]]:
+    """The tools, with those that the input adds, of which those in namespaces have names of both; and, by these names,
+    the fields of a call of one."""
     flat, names = list[dict[str, Any]](), dict[str, dict[str, str]]()
-    for i, tool in enumerate(tools):
+    items = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    added = [_tools("input", each) for each in items if each.get("type") == "additional_tools"]
+    for tool in chain(tools, *added):
         if tool.get("type") != "namespace":
             flat.append(tool)
             continue
-        space, own = tool.get("name"), tool.get("tools")
-        if not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
-            raise ApiError(400, f"tools[{i}]: its tools are no list of tools", param="tools")
-        for each in own:
+        space = tool.get("name")
+        for each in _tools("tools", tool):
             flat.append(each | {"name": f"{space}.{each.get('name')}"})
             names[flat[-1]["name"]] = {"name": each.get("name", ""), "namespace": str(space)}
     return flat, names
+
+
+def _tools(where: str, holder: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = holder.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise ApiError(400, f"{where}: an item of type {holder['type']!r} has no list of tools", param=where)
+    return tools
 
 
 class Messages:
@@ -70,6 +79,8 @@ class Messages:
             thoughts = "\n".join(_texts(f"{where}.content", parts))
             if thoughts:
                 self.found.append({"role": "assistant", "reasoning_content": thoughts})
+        elif kind == "additional_tools":  # see flat_tools()
+            return
         else:
             raise ApiError(400, f"{where} is of type {str(kind)[:100]!r}, which is not served", param="input")
 

@@ -98,7 +98,7 @@ def as_chat(body: ResponsesRequest, headers: dict[str, str]) -> ChatRequest:
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = _choice(choice)
-    tools, _ = flat_tools(body.tools or ())
+    tools, _ = flat_tools(body.tools or (), body.input)
     warn(headers, [f"tools.{each['type']}" for each in tools if each.get("type") in NO_TOOLS])
     return ChatRequest(
         **common, messages=messages_of(body.input, body.instructions), max_completion_tokens=body.max_output_tokens,
@@ -146,7 +146,7 @@ class ResponseWriter:
     def __init__(self, body: ResponsesRequest, turn: Turn, answers: Answers) -> None:
         self._body, self._turn, self._answers = body, turn, answers
         self._parser, self._thoughts = turn.parser(), ThoughtCounter(turn)
-        _, self._names = flat_tools(body.tools or ())
+        _, self._names = flat_tools(body.tools or (), body.input)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._status = "in_progress"
         self._error: dict[str, str] | None = None

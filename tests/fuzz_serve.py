@@ -42,6 +42,7 @@ BLOCKS = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "a"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "b"}}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}]},
+    {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}}, {"type": "text", "text": "x"}], "clear_at": "never"},
 ]  # fmt: skip
 GOOD = {
     "/v1/completions": [{"prompt": "Hi", "max_tokens": 4}, {"prompt": ["a", [3, 4]], "logprobs": 2} | SAMPLING, {"prompt": "Hi", "structured_outputs": {"regex": "[ab]{2}"}, "max_tokens": 5}],
@@ -53,12 +54,15 @@ GOOD = {
     ],
     "/v1/responses": [
         {"input": "Hi", "max_output_tokens": 4, "instructions": "Be."}, {"input": ITEMS, "tools": [{"type": "function"} | FUNCTION], "max_output_tokens": 6, "stream": True},
+        {"input": CHAT[:1] + ITEMS, "truncation": "auto", "max_output_tokens": 4, "tools": [{"type": "namespace", "name": "s", "tools": [{"type": "function"} | FUNCTION]}, {"type": "web_search"}],
+         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "s.f"}]}},
         {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, "reasoning": {"effort": "none"}, "max_output_tokens": 9},
     ],
     "/v1/messages": [
         {"messages": HI, "max_tokens": 4, "system": "Be."}, {"messages": BLOCKS, "max_tokens": 6, "stream": True, "tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
         {"messages": HI, "max_tokens": 6, "thinking": {"type": "disabled"}, "stop_sequences": ["a"], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     ],
+    "/v1/responses/input_tokens": [{"input": ITEMS, "instructions": "Be."}],
     "/v1/messages/count_tokens": [{"messages": BLOCKS, "tools": [{"name": "f", "input_schema": SCHEMA}]}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": HI, "tools": [TOOL]}], "/detokenize": [{"tokens": [3, 4]}], "/v1/embeddings": [{"input": "Hi"}],
 }  # fmt: skip

@@ -113,6 +113,13 @@ def test_the_model_that_the_requests_name(tmp_path, capsys):
     assert read(tmp_path / "out")["a"]["body"]["choices"][0]["text"] == "2"
 
 
+def test_a_pipe_of_requests_is_refused(tmp_path, capsys):
+    """It would be empty when the answers are to be given, after its lines have been checked."""
+    os.mkfifo(tmp_path / "pipe")
+    code, said = run(capsys, tmp_path / "pipe", "-o", tmp_path / "out")
+    assert code == 1 and "pipe: a pipe, but" in said and not (tmp_path / "out").exists()
+
+
 def test_files_of_answers_that_are_others(tmp_path):
     requests = RequestFile(write(tmp_path / "in", [line("a"), line("b")]))
     a = '{"id":"batch_req_1","custom_id":"a"}\n'

@@ -144,10 +144,9 @@ def test_arguments_as_text_become_dicts_where_the_template_fails():
         calls = [{"type": "function", "function": {"name": "f", "arguments": given}}]
         chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "", "tool_calls": calls}]
         assert ChatTemplate({"default": template}, {}).render(chat) == "user:x;assistant:<call f><a>1</a><q><\u00e9></q></call>;"
-    for bad in ("no JSON", "[1]"):
+    for bad in ("no JSON", "[1]"):  # of a call that was cut, which a client sends back
         calls[0]["function"]["arguments"] = bad
-        with pytest.raises(ValueError, match="has no attribute 'items'"):
-            ChatTemplate({"default": template}, {}).render(chat)
+        assert f"<call f><invalid_json>{bad}</invalid_json></call>" in ChatTemplate({"default": template}, {}).render(chat)
 
 
 def test_absent_content_is_an_empty_text_where_the_template_fails():

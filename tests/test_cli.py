@@ -210,9 +210,9 @@ def test_an_address_that_is_in_use(capsys, tmp_path):
         code, out, err = main(capsys, "serve", str(tmp_path), "--port", str(port))
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert f"--host is '127.0.0.1', --port is {port}: " in err and "in use" in err
-    path = tmp_path / "none" / "socket"
-    code, out, err = main(capsys, "serve", str(tmp_path), "--uds", str(path))
-    assert (code, out) == (1, "") and f"--uds is {str(path)!r}: " in err and err.count("\n") == 1
+    for path, text in ((tmp_path / "none" / "socket", "No such file"), (tmp_path / ("a" * 200), "too long")):
+        code, out, err = main(capsys, "serve", str(tmp_path), "--uds", str(path))
+        assert (code, out) == (1, "") and f"--uds is {str(path)!r}: " in err and text in err and err.count("\n") == 1
 
 
 ERRORS = [

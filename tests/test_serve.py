@@ -104,6 +104,8 @@ def test_prompts_in_every_form(llm, http):
         assert [each["text"] for each in found] == ["562", "562", "2"][:count]
         parts = streamed(http.post(COMPLETIONS, json={"prompt": prompt, "stream": True}))
         assert [parts[index]["text"] for index in range(count)] == ["562", "562", "2"][:count]
+    greedy = post(http, COMPLETIONS, prompt="473+89=", n=5, temperature=2, top_p=0, seed=5)["choices"]  # as OpenAI allows
+    assert {each["text"] for each in greedy} == {"562"}
     several = post(http, COMPLETIONS, prompt=["1+1=", "2+2="], n=2, temperature=1, seed=5)["choices"]
     assert [each["index"] for each in several] == [0, 1, 2, 3]
     alone = post(http, COMPLETIONS, prompt="2+2=", n=2, temperature=1, seed=5)["choices"]

@@ -82,7 +82,9 @@ def test_behind_a_flag_and_a_key():
             assert httpx.request(method, url + path).status_code == 401, path
         assert told(httpx.get(url + "/is_sleeping", headers={"authorization": "Bearer secret"})) == {"is_sleeping": False}
         assert httpx.get(url + "/sleep", headers={"authorization": "Bearer secret"}).status_code == 405
-    client.close()
+        client.close()
+        ended = told(httpx.post(url + "/pause", headers={"authorization": "Bearer secret"}), 503)["error"]
+        assert ended["type"] == "service_unavailable_error" and "is closed" in ended["message"]
 
 
 @pytest.mark.parametrize("as_body", [False, True], ids=["query", "body"])

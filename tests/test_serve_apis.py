@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from served import post, serving
 from tool_models import CUSTOM, FUNCTIONS, HI, PERSON, SAID, THINKING, model_of, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
+from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.errors import ApiError
 from pagedkv.serve.message_input import messages_of as chat_of_messages
@@ -134,15 +136,51 @@ def test_what_goes_into_a_response(http):
         {"role": "assistant", "content": "Sunny."}, {"role": "assistant", "content": "At noon."},
     ]  # fmt: skip
     assert post(http, RESPONSES, input=items, tools=FUNCTIONS)["status"] == "completed"
-    for wrong in (None, [], 3, [3], [{"type": "item_reference", "id": "x"}], [{"role": "user"}], [{"role": 3, "content": "x"}],
+    for wrong in (None, [], 3, [3], [{"type": "item_reference", "id": "x"}], [{"type": "additional_tools", "tools": "x"}], [{"role": "user"}], [{"role": 3, "content": "x"}],
                   [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], [{"type": "function_call", "name": "f"}]):
         error = post(http, RESPONSES, 400, input=wrong)["error"]
         assert error["param"] == "input" and "input" in error["message"], wrong
     for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "response_format"),
-                        ({"tools": [{"type": "web_search"}]}, "tools"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
+                        ({"tools": [{"type": "file_search"}]}, "tools"), ({"tools": [{"type": "namespace", "name": "x", "tools": [3]}]}, "tools"), ({"truncation": "some"}, "truncation"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
         assert post(http, RESPONSES, 400, **{"input": "Hi"} | body)["error"]["param"] == param
     warned = http.post(RESPONSES, json={"input": "Hi", "store": True, "include": [], "reasoning": {"effort": "low"}}).headers["x-pagedkv-warning"]
     assert warned == "without effect: store, include, reasoning_effort"
+
+
+def test_what_codex_sends(folder):
+    """Functions of MCP in namespaces, and tools that the server does not have; the calls come back with their namespaces."""
+    call = '<tool_call>{"name": "mcp__fs.read", "arguments": {"zone": "utc"}}</tool_call>'
+    tools = [FUNCTIONS[0], {"type": "namespace", "name": "mcp__fs", "description": "files", "tools": [FUNCTIONS[1] | {"name": "read"}]}, {"type": "web_search", "external_web_access": False}]
+    server, client = saying(folder, call)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        items = [{"type": "additional_tools", "role": "developer", "tools": tools[1:]}, {"role": "user", "content": "Hi"}]
+        body = {"input": items, "tools": tools[:1], "tool_choice": "auto", "client_metadata": {"a": "b"}, "parallel_tool_calls": False, "store": False, "stream": True}
+        answer = http.post(RESPONSES, json=body)
+        assert answer.headers["x-pagedkv-warning"] == "without effect: client_metadata, store, tools.web_search"
+        (item,) = named_events(answer)[-1]["response"]["output"]
+        assert (item["namespace"], item["name"], item["arguments"]) == ("mcp__fs", "read", '{"zone": "utc"}')
+        post(http, RESPONSES, input=[{"role": "user", "content": "Hi"}, item, {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}], tools=tools)
+        assert Tokenizer(folder).decode(ids_of(client.seen[1][0])).count('"name": "mcp__fs.read"') == 2  # the tool, the call
+
+
+def test_a_conversation_that_is_cut(folder):
+    """truncation: the first messages go, and never an answer or a tool's result without its question, nor instructions."""
+    turns = [{"role": "user", "content": f"<{i}>" + "x" * 300} if i % 2 == 0 else {"role": "assistant", "content": f"<{i}>" + "y" * 200} for i in range(61)]
+    server, client = saying(folder, "a")
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        body = {"input": [{"role": "developer", "content": "Be."}, *turns], "instructions": "Be brief."}
+        whole = post(http, RESPONSES + "/input_tokens", **body)
+        assert whole["object"] == "response.input_tokens" and whole["input_tokens"] > 4096
+        for most in (None, 700, 9000):
+            found = post(http, RESPONSES, truncation="auto", max_output_tokens=most, **body)
+            room = 4096 - {None: 1, 700: 700, 9000: 2048}[most]
+            assert found["truncation"] == "auto" and room - 700 < found["usage"]["input_tokens"] <= room
+            text = Tokenizer(folder).decode(ids_of(client.seen[-1][0]))
+            kept = [i for i in range(61) if f"<{i}>" in text]
+            assert kept == list(range(kept[0], 61)) and kept[0] % 2 == 0 and "Be brief." in text and "Be." in text
+            assert post(http, RESPONSES + "/input_tokens", truncation="auto", max_output_tokens=most, **body)["input_tokens"] == found["usage"]["input_tokens"]
+        short = post(http, RESPONSES, input="Hi", truncation="auto")["usage"]["input_tokens"]
+        assert short == post(http, RESPONSES + "/input_tokens", input="Hi")["input_tokens"]
 
 
 def test_a_response_of_a_schema(llm):
@@ -159,6 +197,28 @@ def test_a_response_of_a_schema(llm):
 
 
 # --- /v1/messages
+
+
+def test_tools_that_come_and_go(http):
+    """As Claude Code says it, in messages of the system; a result of a search names a tool; a reminder is for one turn."""
+    f, g, h = (CUSTOM[1] | {"name": name, "defer_loading": True} for name in ("tool_f", "tool_g", "tool_h"))
+
+    def change(kind, **tool):
+        return {"type": f"tool_{kind}", "tool": tool}
+
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "tool_g"}]}]}
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "tool_f", "input": {}}]}
+    for changes, names in (([], "fg"), ([change("addition", type="tool_reference", name="tool_g")], "fg"), ([change("removal", type="tool_reference", name="tool_f")], "g"),
+                           ([change("addition", type="tool_definition", definition=h), change("removal", type="tool_reference", name="tool_g")], "fh"),
+                           ([change("removal", type="tool_reference", name="tool_f"), change("addition", type="tool_reference", name="tool_f")], "gf")):
+        reminders = [{"role": "system", "content": "Remember A.", "clear_at": "next_user_message"}, used, result, {"role": "system", "content": "Remember B.", "clear_at": "next_user_message"}]
+        post(http, MESSAGES, max_tokens=9, messages=[*HI, *reminders, *([{"role": "system", "content": changes}] if changes else [])], tools=[f, g])
+        text = Tokenizer(http.client.folder).decode(ids_of(http.client.seen[-1][0]))
+        assert re.findall('"name": "tool_(.)", "param', text) == [*names] and text.count("tool_response") == 2 and "Remember B." in text and "Remember A." not in text
+    for wrong in ([change("addition", type="tool_reference", name="x")], [{"type": "tool_removal"}]):
+        assert "none of the tools" in post(http, MESSAGES, 400, max_tokens=9, messages=[*HI, {"role": "system", "content": wrong}], tools=[f])["error"]["message"]
+    only = [{"role": "system", "content": [change("removal", type="tool_reference", name="tool_f")]}]
+    assert "messages is missing or empty" in post(http, MESSAGES, 400, max_tokens=9, messages=only, tools=[f])["error"]["message"]
 
 
 BLOCKS = [

@@ -337,6 +337,14 @@ def test_an_answer_arrives(tab, llm, url):
 
 
 @needs_browser
+def test_comments_of_a_silent_stream_are_passed_over(tab, url):
+    tab.open(url)
+    text = json.dumps(': keep-alive\n\ndata: {"a": 1}\n\n: keep-alive\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n')
+    found = tab.evaluate(f"(async () => {{ const all = []; for await (const each of eventsOf(new Response({text}))) all.push(each.a); return all; }})()")
+    assert found == [1, 2]
+
+
+@needs_browser
 def test_an_answer_is_stopped(tab, url, llm):
     tab.open(url)
     tab.evaluate("document.getElementById('kind').value = 'text'; document.getElementById('message').focus()")

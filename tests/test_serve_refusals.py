@@ -116,7 +116,7 @@ def test_fields_without_effect_are_told(http):
     plain, told = (http.post(CHAT, json={"messages": MESSAGES} | more) for more in ({}, {"user": "me", "store": True}))
     assert told.headers["x-pagedkv-warning"] == "without effect: user, store" and "x-pagedkv-warning" not in plain.headers
     assert plain.json()["choices"] == told.json()["choices"]
-    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": None}
+    nothing = {"tools": [], "tool_choice": "none", "top_logprobs": 0, "response_format": {"type": "text"}, "echo": None}
     assert "x-pagedkv-warning" not in http.post(CHAT, json={"messages": MESSAGES} | nothing).headers
 
 

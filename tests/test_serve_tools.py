@@ -68,7 +68,11 @@ def check_call(name, arguments):
 # --- forced by a grammar
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"])
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED], ids=["required", "named", "allowed"])
 def test_calls_that_are_asked_for(random_model, choice):
     """Whatever the model is: each answer is calls of the tools, with arguments of their schemas."""
     name, http = random_model
@@ -196,6 +200,9 @@ def test_no_calls_where_none_are_wanted(folder):
             found = of_whole(post(http, CHAT, messages=MESSAGES, **more)["choices"][0])
             assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2] and found["finish_reason"] == "stop"
             assert "get_time" not in Tokenizer(folder).decode(client.seen[-1][0])
+        post(http, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}})
+        text = Tokenizer(folder).decode(client.seen[-1][0])
+        assert "get_time" in text and "get_weather" not in text
 
 
 def test_whether_the_prompt_has_begun_the_thoughts(folder):
@@ -263,6 +270,37 @@ def test_messages_without_content_or_calls(folder):
         assert Tokenizer(folder).decode(client.seen[0][0], skip_special_tokens=False) == "[a]c1[][]c1[][b]"
 
 
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ('{"city": "Rome"}', "city=Rome;"), ("", ""), ("null", ""), (None, ""), ('{"city": "Ro', 'invalid_json={"city": "Ro;'), ("[1]", "invalid_json=[1];"),
+], ids=str)  # fmt: skip
+def test_arguments_that_are_no_object(folder, arguments, expected):
+    """A client sends a call back that was cut: templates that go through the arguments, as Qwen3-Coder's, need some."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}."
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    server, client = saying(folder, "x", template)
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        post(http, CHAT, messages=[*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        assert Tokenizer(folder).decode(ids_of(client.seen[-1][0])) == expected + "."
+
+
+def test_messages_of_the_system_where_one_is_allowed(folder):
+    """Agents have instructions in several messages, and remind the model later; templates as Qwen3.5's refuse that."""
+    template = (
+        "{% for m in messages %}{{ raise_exception('system') if m.role == 'system' and not loop.first }}{{ m.role[0] }}:"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %} {% endfor %}"
+    )
+    server, client = saying(folder, "x", template)
+    parts = [{"type": "text", "text": "e"}, {"type": "text", "text": "f"}]
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        said = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, {"role": "user", "content": "c"}, {"role": "system", "content": "d"}]
+        for history, expected in ((said, "s:a\n\nb u:c u:d "), (said[2:], "u:c u:d "), (said[:1] + said[2:3], "s:a u:c "),
+                                  ([{"role": "system", "content": parts}, *said[1:3]], "s:e;f;b; u:c ")):
+            post(http, CHAT, messages=history)
+            assert Tokenizer(folder).decode(ids_of(client.seen[-1][0]), skip_special_tokens=False) == expected
+        post(http, "/v1/responses", input=said[1:3], instructions="a")
+        assert Tokenizer(folder).decode(ids_of(client.seen[-1][0])) == "s:a\n\nb u:c "
+
+
 def test_tokens_of_a_conversation_are_those_of_the_chat(folder):
     template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -304,6 +342,7 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "must be one of auto, none, required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function of tools"),
+    ({"tools": TOOLS, "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice", "must have a mode, auto or required, and tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, "structured_outputs", "xgrammar says"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "structured_outputs", "xgrammar says"),

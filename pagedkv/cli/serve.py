@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
     except OSError as error:
         where = f"--host is {args.host!r}, --port is {args.port}" if args.uds is None else f"--uds is {args.uds!r}"
-        raise OSError(f"{where}: {error.strerror}") from None
+        raise OSError(f"{where}: {error.strerror or error}") from None
     ready = f"pagedkv serve: {address_of(listener, 'https' if args.ssl_certfile else 'http')} serves {names[0]}"
     try:
         return asyncio.run(Supervisor(listener, front, count).run(args.model, options | engine_options(args), ready))

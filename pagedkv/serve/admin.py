@@ -249,7 +249,15 @@ async def _control(server: Server, name: str, *args: Any, **options: Any) -> Any
     except MemoryError as error:
         raise ApiError(503, f"{name}: {error}") from error
     except RuntimeError as error:
-        raise ApiError(409, f"{name}: {error}") from error
+        raise ApiError(503 if _has_ended(server) else 409, f"{name}: {error}") from error
+
+
+def _has_ended(server: Server) -> bool:
+    try:
+        server.client.health()
+    except RuntimeError:
+        return True
+    return False
 
 
 ROUTES = (

@@ -23,6 +23,7 @@ from .embeddings import detokenize, embeddings, tokenize
 from .errors import ApiError, json_response, show_api_error, show_failure, show_http_error
 from .messages import count_tokens, messages
 from .page import Page
+from .responses import count_tokens as count_input_tokens
 from .responses import responses
 from .server import WARNING, Server
 
@@ -61,7 +62,8 @@ async def one_model(server: Server, request: Request) -> Response:
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions), ("POST", "/v1/chat/completions", chat),
-    ("POST", "/v1/responses", responses), ("POST", "/v1/messages", messages),
+    ("POST", "/v1/responses", responses), ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings), ("POST", "/tokenize", tokenize), ("POST", "/detokenize", detokenize),
     ("GET", "/v1/models", models), ("GET", "/v1/models/{name:path}", one_model), ("GET", "/health", health),

@@ -34,6 +34,8 @@ class RequestFile:
     models: dict[str, None] = field(default_factory=dict)  # an ordered set: those that are named
 
     def __post_init__(self) -> None:
+        if self.path.is_fifo():  # what is read once is gone, and nothing would be answered
+            raise ValueError(f"{self.path}: a pipe, but requests are read more than once: give a file")
         for number, request in self._lines():
             where, custom_id = f"{self.path}:{number}", request.get("custom_id")
             if not isinstance(custom_id, str) or not custom_id:

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+    409: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error",
+    503: "service_unavailable_error",
 }  # fmt: skip
 
 ANTHROPIC_TYPES = {

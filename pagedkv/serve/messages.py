@@ -15,7 +15,7 @@ from starlette.responses import Response
 from .answers import Answers, Piece
 from .chat import call_id
 from .errors import ApiError, json_response
-from .message_input import messages_of
+from .message_input import messages_of, offered_tools
 from .parser import Event
 from .schema import ChatRequest, Generation
 from .server import Server
@@ -74,8 +74,9 @@ def as_chat(server: Server, body: MessagesRequest) -> ChatRequest:
     chat = messages_of(body.messages, body.system)
     goes_on = chat[-1]["role"] == "assistant" and bool(chat[-1].get("content"))
     choice, is_parallel = _choice(body.tool_choice)
+    tools = offered_tools(body.tools or (), body.messages or ())
     return ChatRequest(
-        **common, messages=chat, tools=[_tool(i, each) for i, each in enumerate(body.tools or ())], tool_choice=choice,
+        **common, messages=chat, tools=[_tool(i, each) for i, each in enumerate(tools)], tool_choice=choice,
         parallel_tool_calls=is_parallel, reasoning_effort=effort, chat_template_kwargs=_variables(server, body),
         continue_final_message=goes_on, add_generation_prompt=not goes_on,
     )  # fmt: skip
@@ -85,8 +86,8 @@ def _variables(server: Server, body: MessagesRequest) -> dict[str, Any]:
     """thinking, for templates that have a switch for it."""
     variables = dict(body.chat_template_kwargs or {})
     kind = (body.thinking or {}).get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive"):
-        text = f"thinking.type is {str(kind)[:100]!r} but must be enabled, disabled or adaptive"
+    if kind not in (None, "enabled", "disabled", "adaptive", "between_tools"):
+        text = f"thinking.type is {str(kind)[:100]!r} but must be enabled, disabled, adaptive or between_tools"
         raise ApiError(400, text, param="thinking")
     if kind in ("enabled", "disabled") and SWITCH in server.model.template(body.tools or None):
         variables.setdefault(SWITCH, kind == "enabled")

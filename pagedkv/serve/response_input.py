@@ -1,7 +1,9 @@
-"""The input of /v1/responses as messages of a chat."""
+"""The input of /v1/responses as messages of a chat, and its tools as those of a chat."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from .errors import ApiError
@@ -25,6 +27,30 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     return messages.found
 
 
+def flat_tools(tools: Iterable[dict[str, Any]], given: Any) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]]]:
+    """The tools, with those that the input adds, of which those in namespaces have names of both; and, by these names,
+    the fields of a call of one."""
+    flat, names = list[dict[str, Any]](), dict[str, dict[str, str]]()
+    items = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    added = [_tools("input", each) for each in items if each.get("type") == "additional_tools"]
+    for tool in chain(tools, *added):
+        if tool.get("type") != "namespace":
+            flat.append(tool)
+            continue
+        space = tool.get("name")
+        for each in _tools("tools", tool):
+            flat.append(each | {"name": f"{space}.{each.get('name')}"})
+            names[flat[-1]["name"]] = {"name": each.get("name", ""), "namespace": str(space)}
+    return flat, names
+
+
+def _tools(where: str, holder: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = holder.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise ApiError(400, f"{where}: an item of type {holder['type']!r} has no list of tools", param=where)
+    return tools
+
+
 class Messages:
     """Thoughts, the text and the calls of a turn are items of their own, and one message of a chat."""
 
@@ -39,7 +65,10 @@ class Messages:
         if kind == "message":
             self._take_message(where, item)
         elif kind == "function_call":
-            function = {"name": _text(where, item, "name"), "arguments": _text(where, item, "arguments")}
+            name = _text(where, item, "name")
+            if isinstance(item.get("namespace"), str):  # see flat_tools()
+                name = f"{item['namespace']}.{name}"
+            function = {"name": name, "arguments": _text(where, item, "arguments")}
             call = {"id": _text(where, item, "call_id"), "type": "function", "function": function}
             self._turn("tool_calls").setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -50,6 +79,8 @@ class Messages:
             thoughts = "\n".join(_texts(f"{where}.content", parts))
             if thoughts:
                 self.found.append({"role": "assistant", "reasoning_content": thoughts})
+        elif kind == "additional_tools":  # see flat_tools()
+            return
         else:
             raise ApiError(400, f"{where} is of type {str(kind)[:100]!r}, which is not served", param="input")
 

@@ -10,16 +10,20 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError
+from .errors import ApiError, json_response
 from .parser import Event
-from .response_input import messages_of
+from .response_input import flat_tools, messages_of
 from .schema import ChatRequest, Generation
-from .server import Server
+from .server import Server, warn
 from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
+
+# Of the server, which clients offer in every request: the model has none of them to call.
+NO_TOOLS = ("web_search", "web_search_preview", "image_generation", "tool_search")
 
 
 @dataclass(kw_only=True)
@@ -34,12 +38,13 @@ class ResponsesRequest(Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
-    turn = await prepare(server, as_chat(body), headers)
+    turn = await _prepare(server, body, headers)
     answers = server.answers(body, [turn.prompt], turn.params, turn.name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
@@ -47,7 +52,38 @@ async def responses(server: Server, request: Request) -> Reply:
     return Reply(_whole(answers, writer), JSON, headers)
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
+async def count_tokens(server: Server, request: Request) -> Response:
+    body, headers = await server.read(request, ResponsesRequest)
+    turn = await _prepare(server, body, headers)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(turn.token_ids)}, headers=headers)
+
+
+async def _prepare(server: Server, body: ResponsesRequest, headers: dict[str, str]) -> Turn:
+    """The turn. Where its prompt is too long and may be cut, it begins with a later message of the user: the first one
+    from which on there is room for it and, up to half of the context, for what it asks for."""
+    if body.truncation not in (None, "auto", "disabled"):
+        raise ApiError(400, f"truncation is {body.truncation[:100]!r} but must be auto or disabled", param="truncation")
+    chat, most = as_chat(body, headers), server.model.max_model_len
+    most -= min(max(body.max_output_tokens or 1, 1), max(most // 2, 1))
+    turn = await prepare(server, chat, headers)
+    if body.truncation != "auto" or len(turn.token_ids) <= most:
+        return turn
+    given = chat.messages or []
+    starts = [i for i, each in enumerate(given) if each["role"] == "user"]
+    head = [each for each in given[: starts[0] if starts else 0] if each["role"] in ("system", "developer")]
+
+    async def cut(number: int) -> Turn:
+        chat.messages = head + given[starts[number] :]
+        return await prepare(server, chat, {})
+
+    low, high = 0, len(starts) - 1  # the last message stays, whether it fits or not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len((await cut(middle)).token_ids) <= most else (middle, high)
+    return await cut(high) if high > low else turn
+
+
+def as_chat(body: ResponsesRequest, headers: dict[str, str]) -> ChatRequest:
     if body.n not in (None, 1):
         raise ApiError(400, f"n is {body.n}, but a response is one answer", param="n")
     if body.stream_options is not None and not body.stream:
@@ -60,12 +96,15 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if not isinstance(effort, str | None):
         raise ApiError(400, "reasoning.effort must be a text", param="reasoning")
     choice = body.tool_choice
-    if isinstance(choice, dict) and "function" not in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        choice = _choice(choice)
+    tools, _ = flat_tools(body.tools or (), body.input)
+    warn(headers, [f"tools.{each['type']}" for each in tools if each.get("type") in NO_TOOLS])
     return ChatRequest(
         **common, messages=messages_of(body.input, body.instructions), max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(each) for each in body.tools or ()], tool_choice=choice, reasoning_effort=effort,
-        parallel_tool_calls=body.parallel_tool_calls, chat_template_kwargs=body.chat_template_kwargs,
+        tools=[_tool(each) for each in tools if each.get("type") not in NO_TOOLS], tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=effort,
+        chat_template_kwargs=body.chat_template_kwargs,
     )  # fmt: skip
 
 
@@ -75,6 +114,18 @@ def _response_format(form: Any) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """As chats have it."""
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        allowed = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
+    return _named(choice)
+
+
+def _named(choice: dict[str, Any]) -> dict[str, Any]:
+    return choice if "function" in choice else {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +146,7 @@ class ResponseWriter:
     def __init__(self, body: ResponsesRequest, turn: Turn, answers: Answers) -> None:
         self._body, self._turn, self._answers = body, turn, answers
         self._parser, self._thoughts = turn.parser(), ThoughtCounter(turn)
+        _, self._names = flat_tools(body.tools or (), body.input)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
@@ -134,8 +186,8 @@ class ResponseWriter:
             "output": self._items, "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None, "reasoning": reasoning, "store": False, "temperature": params.temperature,
             "text": {"format": {"type": "text"}} | (body.text or {}), "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [], "top_p": params.top_p, "truncation": "disabled", "metadata": {},
-            "usage": self._usage() if is_ended else None,
+            "tools": body.tools or [], "top_p": params.top_p, "truncation": body.truncation or "disabled",
+            "metadata": {}, "usage": self._usage() if is_ended else None,
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
@@ -163,7 +215,7 @@ class ResponseWriter:
         if event.kind == "call":
             item = {
                 "type": "function_call", "id": f"fc_{number}", "call_id": call_id(self._turn.calls),
-                "name": event.text, "arguments": "", "status": "in_progress",
+                **self._names.get(event.text, {"name": event.text}), "arguments": "", "status": "in_progress",
             }  # fmt: skip
         elif event.kind == "reasoning":
             item = {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [], "status": "in_progress"}

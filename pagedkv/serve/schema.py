@@ -115,7 +115,7 @@ class DetokenizeRequest:
 WITHOUT_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "access_programs", "include", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id",
-    "workspace_id", "betas", "context_management",
+    "workspace_id", "betas", "context_management", "client_metadata", "max_tool_calls", "personality",
     "prompt_cache_options", "verbosity", "billing_policy", "fallback_credit_token",
 )  # fmt: skip
 # Values that ask for nothing beyond what is served anyway; any other one is refused.
@@ -124,9 +124,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "audio": (), "prediction": (),
     "web_search_options": (), "chat_template": (), "documents": ([],), "dimensions": (), "prompt_logprobs": (),
     "use_beam_search": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
-    "background": (False,), "max_tool_calls": (), "mcp_servers": ([],), "container": (), "image": (),
-    "truncation": ("disabled",), "top_logprobs": (0,), "background_options": (), "thread": (), "compaction": (),
-    "fallbacks": ("default",),
+    "background": (False,), "mcp_servers": ([],), "container": (), "image": (), "top_logprobs": (0,),
+    "background_options": (), "thread": (), "compaction": (), "fallbacks": ("default", []),
 }  # fmt: skip
 MAX_TEXTS = 1024  # each costs time for every token, of the thread that makes everybody's steps
 OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.name for each in fields(Generation)}
@@ -184,6 +183,8 @@ def params_of(
         if value is not None and not isinstance(value, str) and len(value) > most:
             raise ApiError(400, f"{name} has {len(value):,} entries but may have {most:,}", param=name)
     given = {name: getattr(request, name) for name in OF_PARAMS if getattr(request, name) is not None}
+    if request.top_p == 0:  # OpenAI allows it, for the most likely token alone
+        given["top_p"] = 1e-9
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         text = f"logprobs is {logprobs} but must be at least 0 and at most {MAX_LOGPROBS}"

@@ -49,8 +49,24 @@ def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
         if not isinstance(tool.get("function"), dict):
             raise ApiError(400, f"tools[{i}] has no function", param="tools")
         _add(found, i, tool)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = _allow(choice, found)
     found.choice = _choice(choice, found)
     return found
+
+
+def _allow(choice: dict[str, Any], tools: Tools) -> Any:
+    """The mode of {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}. Other tools are as if not given."""
+    allowed = choice.get("allowed_tools")
+    given = allowed.get("tools") if isinstance(allowed, dict) else None
+    names = {_choice(each, tools) for each in given if isinstance(each, dict)} if isinstance(given, list) else set()
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required") or not names:
+        text = f"tool_choice is {json.dumps(choice)[:200]} but must have a mode, auto or required, and tools"
+        raise ApiError(400, text, param="tool_choice")
+    tools.definitions = [each for each in tools.definitions if each["function"]["name"] in names]
+    tools.schemas = {name: schema for name, schema in tools.schemas.items() if name in names}
+    tools.strict &= names
+    return allowed["mode"]
 
 
 def _add(found: Tools, i: int, tool: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Turn:
 async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) -> Turn:
     """headers: of the answer. A body that is wrong, or asks for what the model cannot do, raises ApiError."""
     name, model = server.model.check_name(body.model), server.model
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, f"top_logprobs is {body.top_logprobs} but logprobs is not true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     default = model.default_params

@@ -28,11 +28,14 @@ class ChatTemplate:
     are None are left out, `reasoning` and `thinking` are found as `reasoning_content`, and objects with model_dump(),
     which the clients of servers return, are taken for dicts.
 
-    Six things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for a
-    template that would lose the parts, as vLLM does. Arguments of tool calls that are JSON texts become dicts for a
-    template that fails on texts. For one that fails where a message with calls has no content, as QwQ's and the first
-    Qwen3's do, it is an empty text, and an empty list of calls is none. Each message must have a role. Content must not
-    be a number, which many templates lose. Tools must be JSON schemas, not functions.
+    Seven things differ on purpose. Content in parts, [{"type": "text", "text": ...}, ...], is joined with newlines for
+    a template that would lose the parts, as vLLM does. Arguments of tool calls that are JSON texts become dicts for a
+    template that fails on texts, and {"invalid_json": ...} where they are no object, as those of a call that was cut.
+    For one that fails where a message with calls has no content, as QwQ's and the first Qwen3's do, it is an empty
+    text, and an empty list of calls is none. For one that fails where the system says more than the first message, as
+    Qwen3.5's does, the messages that follow that one at once are put to it, and later ones are the user's. Each message
+    must have a role. Content must not be a number, which many templates lose. Tools must be JSON schemas, not
+    functions.
 
     A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
     the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops

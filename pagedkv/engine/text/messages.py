@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,16 +175,21 @@ def _attempt(write: Callable[[Chat], str], messages: Chat) -> str | None:
 # --- the arguments of tool calls
 
 
-def parse_arguments(messages: Chat) -> Chat:
-    """The messages with the arguments of tool calls as dicts where they are JSON texts, as servers send them."""
-    return [m | {"tool_calls": list(map(_parsed, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
+def parse_arguments(messages: Chat, *, only_objects: bool = False) -> Chat:
+    """The messages with the arguments of tool calls as dicts where they are JSON texts, as servers send them.
+
+    only_objects: others, of a call that was cut, say, are {"invalid_json": what they are}, and none are {}.
+    """
+    parse = partial(_parsed, only_objects=only_objects)
+    return [m | {"tool_calls": list(map(parse, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
 
 
 def easier_forms(messages: Chat) -> list[Chat]:
     """For a template that fails: with the arguments of calls as dicts; with an empty text where there is no content and
-    without empty lists of calls; with both."""
-    parsed = parse_arguments(messages)
-    return [form for form in (parsed, _complete(messages), _complete(parsed)) if form != messages]
+    without empty lists of calls; with both; and each of these with one message of the system, which is the first."""
+    parsed = parse_arguments(messages, only_objects=True)
+    forms = [messages, parsed, _complete(messages), _complete(parsed)]
+    return [form for form in [*forms, *map(_with_one_system, forms)] if form != messages]
 
 
 def _complete(messages: Chat) -> Chat:
@@ -191,13 +197,33 @@ def _complete(messages: Chat) -> Chat:
     return [{key: value for key, value in m.items() if (key, value) != ("tool_calls", [])} for m in filled]
 
 
-def _parsed(call: Any) -> Any:
+def _with_one_system(messages: Chat) -> Chat:
+    """Those that follow the first at once are put to it; later ones are the user's, so the prompt begins as before."""
+    own = [message["role"] in ("system", "developer") for message in messages]
+    count = [*own, False].index(False)
+    contents = [message.get("content", "") for message in messages[:count]]
+    is_text = all(isinstance(each, str) for each in contents)
+    whole: Any = "\n\n".join(contents) if is_text else [part for each in contents for part in _parts(each)]
+    head = [messages[0] | {"role": "system", "content": whole}] if count else []
+    return head + [m | {"role": "user"} if later else m for m, later in zip(messages[count:], own[count:], strict=True)]
+
+
+def _parts(content: Any) -> SequenceOf[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, (list, tuple)) else [content]
+
+
+def _parsed(call: Any, *, only_objects: bool) -> Any:
     if not isinstance(call, Mapping):
         return call
-    changed = {"function": _parsed(call["function"])} if "function" in call else {}
-    if isinstance(call.get("arguments"), str):
+    changed = {"function": _parsed(call["function"], only_objects=only_objects)} if "function" in call else {}
+    value = call.get("arguments")
+    if isinstance(value, str):
         try:
-            changed["arguments"] = json.loads(call["arguments"] or "{}")
+            changed["arguments"] = value = json.loads(value or "{}")
         except (ValueError, RecursionError):
             pass  # a text that is no JSON is left to the template
+    if only_objects and "arguments" in call and not isinstance(value, Mapping):
+        changed["arguments"] = {} if value is None else {"invalid_json": call["arguments"]}
     return {**call, **changed}

@@ -93,7 +93,8 @@ def _replay(runner: ModelRunner, record: Record) -> None:
 def _end_with(bell: socket.socket) -> None:
     """Ends this process after the first rank has, if it does not do so itself."""
     poller = select.poll()
-    poller.register(bell, 0)  # for its end alone
+    poller.register(bell, 0)  # for its end alone, ...
+    poller.register(os.pidfd_open(os.getppid()), select.POLLIN)  # ... which does not come while a fork's child has it
     poller.poll()
     time.sleep(END_SECONDS / 2)
     os._exit(1)

@@ -201,5 +201,9 @@ class Reader(Ring):
 def memory_file(name: str, size: int = 0) -> int:
     """Anonymous memory, which ends with the last process that has it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

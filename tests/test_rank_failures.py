@@ -21,6 +21,7 @@ from rank_engine import FAULTS, OPTIONS, SIZES, children, generate, inject, noth
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
+from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import plan
 from pagedkv.engine.runner.make import RANK
 from pagedkv.engine.runner.model_runner import ModelRunner
@@ -208,6 +209,21 @@ def test_an_error_of_all_ranks_is_the_first_ones(tmp_path):
     folder = write_model(tmp_path, **SIZES)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
     with nothing_left(), pytest.raises(ValueError, match="truncated"):
+        LLM(folder, tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("owner, name", [(subprocess, "Popen"), (KVCaches, "allocate")])
+def test_an_interrupt_at_the_start(folder, monkeypatch, owner, name):
+    """Before it is known that there is another process, and when the others have been told something."""
+    call = getattr(owner, name)
+
+    def interrupted(*args, **options):
+        result = call(*args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with nothing_left(), pytest.raises(KeyboardInterrupt):
         LLM(folder, tensor_parallel_size=2, **OPTIONS)
 
 

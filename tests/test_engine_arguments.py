@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import inspect
 import io
+import re
 import threading
 from collections import deque
 from dataclasses import replace
@@ -251,6 +252,23 @@ def test_no_such_folder(tmp_path):
         LLM(None, device="cpu")
 
 
+@pytest.mark.parametrize(("name", "value", "error"), [
+    ("abort", ["a"], TypeError), ("explain", 5, TypeError), ("wake_up", 5, ValueError), ("wake_up", [[]], ValueError),
+])  # fmt: skip
+def test_arguments_of_methods(llm, name, value, error):
+    with pytest.raises(error, match=re.escape(f" is {value!r} but must be ")):
+        getattr(llm, name)(value)
+
+
+@pytest.mark.parametrize("options", [
+    {"chat_template": ["a"]}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": {1: 2}},
+])  # fmt: skip
+def test_options_of_chats(llm, options):
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r} but must be ")):
+        llm.chat([{"role": "user", "content": "a"}], **{"chat_template": "a"} | options)
+
+
 def test_numbers_of_numpy():
     params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(7))
     assert params == SamplingParams(temperature=0.5, max_tokens=3, seed=7)
@@ -265,9 +283,9 @@ def test_params_are_keys_of_a_dict():
     assert SamplingParams(**options | dict(logit_bias={3: 1.5})) not in found
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 2.5])
+@pytest.mark.parametrize("prompts", [None, 5, 2.5, np.array(1)])
 def test_prompts_of_the_wrong_type(llm, prompts):
-    with pytest.raises(TypeError, match=f"prompts is {prompts} but must be a string or a list of prompts"):
+    with pytest.raises(TypeError, match=re.escape(f"prompts is {prompts!r} but must be a string or a list of prompts")):
         generate(llm, prompts)
 
 

@@ -289,6 +289,29 @@ def test_all_are_closed_though_one_cannot_be():
     in_virtual_time(run())
 
 
+class Slow(SimulatedReplica):
+    """Its second start takes long."""
+
+    async def start(self):
+        await super().start()
+        await asyncio.sleep(1000 * (self.starts > 1))
+
+
+def test_a_death_while_the_router_closes():
+    """Nothing is started any more: nobody would close it."""
+
+    async def run():
+        replicas = [Slow(20_000) for _ in range(2)]
+        async with Router(replicas) as router:
+            first, second = lives_of(router)
+            router._lose(first, ReplicaDied("one"))
+            await asyncio.sleep(1)
+            asyncio.get_running_loop().call_soon(router._lose, second, ReplicaDied("another"))
+        assert not router._starting and [each.starts for each in replicas] == [2, 1]
+
+    in_virtual_time(run())
+
+
 # --- engines
 
 

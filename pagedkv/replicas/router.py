@@ -254,10 +254,10 @@ class Router:
     async def close(self) -> None:
         """Ends all replicas. Their unfinished requests are aborted, or end with an error."""
         self._failure = RuntimeError("the router is closed")
+        self._living.clear()  # first: of what has died meanwhile nothing is started again
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        self._living.clear()
         closed = await asyncio.gather(*(each.close() for each in self._replicas), return_exceptions=True)
         for error in filter(None, closed):
             raise error  # the first, when none is at work any more

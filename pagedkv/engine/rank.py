@@ -20,7 +20,7 @@ import numpy as np
 
 from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.member import END_SECONDS
-from pagedkv.parallel.ring import Kind, Reader, Record
+from pagedkv.parallel.ring import MOST_WORDS, Kind, Reader, Record
 from pagedkv.parallel.watch import OF_GROUP
 
 from .runner.make import make_runner
@@ -48,7 +48,7 @@ class Rank:
                 reader.done(record)
         except BaseException as error:
             kind = OF_GROUP if isinstance(error, GroupError) else type(error).__name__
-            reader.answer((kind, str(error)))
+            reader.answer((kind, str(error)[:MOST_WORDS]))
             if self.comm is not None:
                 self.comm.abort(f"rank {self.rank} failed: {kind}: {error}"[:200])
             return 1

@@ -215,6 +215,22 @@ def test_starts_where_its_package_is_not_found_any_more(folder, expected, tmp_pa
     assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
 
 
+def test_ctrl_c_is_for_the_first_rank_alone(folder, expected):
+    """It decides what an interrupt of the terminal means, while the others start, too."""
+    often = """
+import os, signal, threading, time
+def interrupt():
+    for _ in range(40):
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.01)
+signal.signal(signal.SIGINT, lambda *_: None)
+threading.Thread(target=interrupt, daemon=True).start()
+"""
+    command = [sys.executable, "-c", often + SCRIPT.format(folder=str(folder))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
+
+
 def test_two_engines_from_threads(folder, expected):
     """At once, of two and of three ranks, each made in a thread of its own that ends before the engine is used."""
     with nothing_left():

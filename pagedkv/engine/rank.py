@@ -101,7 +101,7 @@ def _end_with(bell: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to the first rank, too, which decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sends it to all: the first rank decides
     status = Rank(*map(int, sys.argv[1:])).serve()
     sys.stderr.flush()
     os._exit(status)  # a thread may be in a call

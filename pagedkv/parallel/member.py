@@ -42,7 +42,7 @@ class Member:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.words, pass_fds=inherited,
-                    env=environment,
+                    env=environment, start_new_session=True,  # Ctrl-C is for the first rank alone
                 )  # fmt: skip
             stack.push(self.process)  # waits for its end
             stack.callback(self.process.kill)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_INT = 2**31 - 1
 
@@ -42,16 +42,21 @@ def check_int(name: str, value: object, lowest: int, highest: int = 2**63 - 1) -
     return number
 
 
+def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+    """A text is none, nor is an array without dimensions."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0
+
+
 def check_ids(name: str, ids: object) -> tuple[int, ...]:
     """Token ids as a tuple of ints."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if not _is_list(ids):
         raise TypeError(f"{name} is {ids!r} but must be a list of token ids")
     return tuple(check_int(f"{name}[{i}]", value, 0, MAX_INT) for i, value in enumerate(ids))
 
 
 def check_texts(name: str, texts: object) -> tuple[str, ...]:
     """The texts as a tuple; an empty one raises."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+    if not _is_list(texts):
         raise TypeError(f"{name} is {texts!r} but must be a list of strings")
     checked = tuple(texts)
     for i, text in enumerate(checked):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import inspect
 import io
+import re
 import threading
 from collections import deque
 from dataclasses import replace
@@ -148,6 +149,10 @@ BAD_PARAMS = [
     ({"max_tokens": True}, TypeError, "max_tokens is True"),
     ({"max_tokens": 2**31}, ValueError, "max_tokens is 2147483648"),
     ({"ignore_eos": 1}, TypeError, "ignore_eos is 1"),
+    ({"n": 16_385}, ValueError, "n is 16385 but must be at most 16384"),
+    ({"best_of": 10**9}, ValueError, "best_of is 1000000000 but must be at most 16384"),
+    ({"stop": np.array("a")}, TypeError, "stop is array"),
+    ({"stop_token_ids": np.array(1)}, TypeError, r"stop_token_ids is array\(1\) but must be a list of token ids"),
     ({"seed": 2**63}, ValueError, "seed is 9223372036854775808"),
     ({"seed": 1.5}, TypeError, "seed is 1.5"),
 ]
@@ -178,7 +183,12 @@ BAD_OPTIONS = [
     ({"seed": "a"}, TypeError, "seed is 'a' but must be an integer"),
     ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
     ({"dtype": np.int32}, ValueError, "dtype is 'int32' but must be auto, float32, float16 or bfloat16"),
-    ({"dtype": None}, TypeError, "dtype: None is not a dtype"),
+    ({"dtype": None}, TypeError, "dtype is None but must be a dtype"),
+    ({"kv_cache_dtype": None}, TypeError, "kv_cache_dtype is None but must be a dtype"),
+    ({"block_size": None}, TypeError, "block_size is None but must be an integer"),
+    ({"tensor_parallel_size": None}, TypeError, "tensor_parallel_size is None but must be an integer"),
+    ({"max_num_seqs": 10**9}, ValueError, "max_num_seqs is 1000000000 but must be at most 1048576"),
+    ({"eviction": np.array([1, 2])}, ValueError, r"eviction is array\(\[1, 2\]\) but must be reuse or lru"),
     ({"kv_cache_dtype": np.float16}, ValueError, "kv_cache_dtype is 'float16' but must be auto, fp8 or"),
     ({"device": "tpu"}, ValueError, "device: 'tpu' is not a device"),
     ({"device": None}, ValueError, "device: None is not a device"),
@@ -242,6 +252,23 @@ def test_no_such_folder(tmp_path):
         LLM(None, device="cpu")
 
 
+@pytest.mark.parametrize(("name", "value", "error"), [
+    ("abort", ["a"], TypeError), ("explain", 5, TypeError), ("wake_up", 5, ValueError), ("wake_up", [[]], ValueError),
+])  # fmt: skip
+def test_arguments_of_methods(llm, name, value, error):
+    with pytest.raises(error, match=re.escape(f" is {value!r} but must be ")):
+        getattr(llm, name)(value)
+
+
+@pytest.mark.parametrize("options", [
+    {"chat_template": ["a"]}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": {1: 2}},
+])  # fmt: skip
+def test_options_of_chats(llm, options):
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r} but must be ")):
+        llm.chat([{"role": "user", "content": "a"}], **{"chat_template": "a"} | options)
+
+
 def test_numbers_of_numpy():
     params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(7))
     assert params == SamplingParams(temperature=0.5, max_tokens=3, seed=7)
@@ -256,9 +283,9 @@ def test_params_are_keys_of_a_dict():
     assert SamplingParams(**options | dict(logit_bias={3: 1.5})) not in found
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 2.5])
+@pytest.mark.parametrize("prompts", [None, 5, 2.5, np.array(1)])
 def test_prompts_of_the_wrong_type(llm, prompts):
-    with pytest.raises(TypeError, match=f"prompts is {prompts} but must be a string or a list of prompts"):
+    with pytest.raises(TypeError, match=re.escape(f"prompts is {prompts!r} but must be a string or a list of prompts")):
         generate(llm, prompts)
 
 

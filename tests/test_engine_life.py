@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import numpy as np
@@ -26,6 +27,13 @@ from pagedkv.engine.text.tokenizer import Tokenizer
 def test_the_package_imports_the_engine_lazily():
     code = "import sys, pagedkv; assert 'numpy' not in sys.modules and 'pagedkv.engine' not in sys.modules; pagedkv.LLM"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_several_threads_close_at_once(folder):  # noqa: F811
+    llm = LLM(folder, device="cpu", num_blocks=50)
+    llm._core.ask(lambda: time.sleep(0.2))  # they all ask before the first is done
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda _: llm.close(), range(3))) == [None] * 3
 
 
 def test_closing(folder, device):  # noqa: F811

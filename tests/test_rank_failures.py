@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from rank_engine import FAULTS, OPTIONS, SIZES, children, generate, inject, noth
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
+from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import plan
+from pagedkv.engine.runner.make import RANK
 from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.parallel.team import Team
 
@@ -209,6 +212,46 @@ def test_an_error_of_all_ranks_is_the_first_ones(tmp_path):
         LLM(folder, tensor_parallel_size=2, **OPTIONS)
 
 
+@pytest.mark.parametrize("owner, name", [(subprocess, "Popen"), (KVCaches, "allocate")])
+def test_an_interrupt_at_the_start(folder, monkeypatch, owner, name):
+    """Before it is known that there is another process, and when the others have been told something."""
+    call = getattr(owner, name)
+
+    def interrupted(*args, **options):
+        result = call(*args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with nothing_left(), pytest.raises(KeyboardInterrupt):
+        LLM(folder, tensor_parallel_size=2, **OPTIONS)
+
+
+def test_too_few_descriptors():
+    """Whichever is the one that is missing, a start that fails leaves nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = [os.dup(2)]
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    while fillers[-1] < most:  # so that no number below is free
+        fillers.append(os.dup(2))
+    teams, has_failed = [], 0
+    try:
+        while not teams:
+            with nothing_left():
+                resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + has_failed, hard))
+                try:
+                    teams.append(Team(RANK, 3, 4096, 1))
+                    teams[0].close()
+                except OSError:
+                    has_failed += 1
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert has_failed > 5
+    finally:
+        for fd in fillers:
+            os.close(fd)
+
+
 SCRIPT = """
 import os, sys, signal, time, threading
 sys.path.insert(0, {tests!r})
@@ -219,6 +262,9 @@ print(*children(), flush=True)
 """
 BODIES = {
     "idle": "time.sleep(100)",
+    "forked": "import ctypes\n"  # without what Python does at a fork
+    "if not ctypes.CDLL(None).fork(): os.close(1); os.close(2); time.sleep(20); os._exit(0)\n"
+    "time.sleep(100)",
     "in a step": "params = SamplingParams(max_tokens=100, ignore_eos=True)\n"
     "while True: llm.generate([[1, 2, 3]] * 8, params, use_tqdm=False)",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from lora_adapters import write_adapter
 from rank_engine import OPTIONS, SIZES, answers, children, generate, nothing_left, traffic
 from tiny_engine import settle
 
+import pagedkv
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv.engine import LoRARequest
 
@@ -199,6 +201,34 @@ def test_starts_without_a_guard(folder, expected, tmp_path, way):
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120, cwd=tmp_path if way == "script" else None)
     assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
     assert "Error" not in done.stderr
+
+
+def test_starts_where_its_package_is_not_found_any_more(folder, expected, tmp_path):
+    """It was imported by a relative path, and the working directory is another one now, which has gone. Standard input
+    is closed, so that another file may have its number."""
+    (tmp_path / "pagedkv").symlink_to(Path(pagedkv.__file__).parent)
+    away = "import os, sys\nsys.path.insert(0, '')\nimport pagedkv\nos.close(0)\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')"
+    script = away + SCRIPT.format(folder=str(folder)) + "llm.close()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
+
+
+def test_ctrl_c_is_for_the_first_rank_alone(folder, expected):
+    """It decides what an interrupt of the terminal means, while the others start, too."""
+    often = """
+import os, signal, threading, time
+def interrupt():
+    for _ in range(40):
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.01)
+signal.signal(signal.SIGINT, lambda *_: None)
+threading.Thread(target=interrupt, daemon=True).start()
+"""
+    command = [sys.executable, "-c", often + SCRIPT.format(folder=str(folder))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
 
 
 def test_two_engines_from_threads(folder, expected):

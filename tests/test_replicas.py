@@ -289,6 +289,53 @@ def test_all_are_closed_though_one_cannot_be():
     in_virtual_time(run())
 
 
+@pytest.mark.parametrize("name, value", [("replicas", 5), ("vocab_size", "9"), ("table_tokens", 0.5)])
+def test_wrong_arguments(name, value):
+    with pytest.raises(TypeError, match=f"{name} is {value!r} but must be"):
+        Router(**{"replicas": [SimulatedReplica(20_000)], name: value})
+
+
+@pytest.mark.parametrize("name, value", [("num_cpus", 0), ("start_seconds", float("nan")), ("tensor_parallel_size", 0)])
+def test_wrong_arguments_of_ray(name, value):
+    pytest.importorskip("ray", reason="the extra `ray`")
+    from pagedkv.replicas.ray import RayReplica
+
+    with pytest.raises(ValueError, match=f"{name} is {value!r} but must be"):
+        RayReplica(DEMO, **{name: value})
+
+
+def test_params_that_are_none():
+    async def run():
+        async with Router([SimulatedReplica(20_000)]) as router:
+            with pytest.raises(TypeError, match="params is 0 but must be SamplingParams"):
+                await anext(router.generate([1], 0))
+
+    in_virtual_time(run())
+
+
+class Slow(SimulatedReplica):
+    """Its second start takes long."""
+
+    async def start(self):
+        await super().start()
+        await asyncio.sleep(1000 * (self.starts > 1))
+
+
+def test_a_death_while_the_router_closes():
+    """Nothing is started any more: nobody would close it."""
+
+    async def run():
+        replicas = [Slow(20_000) for _ in range(2)]
+        async with Router(replicas) as router:
+            first, second = lives_of(router)
+            router._lose(first, ReplicaDied("one"))
+            await asyncio.sleep(1)
+            asyncio.get_running_loop().call_soon(router._lose, second, ReplicaDied("another"))
+        assert not router._starting and [each.starts for each in replicas] == [2, 1]
+
+    in_virtual_time(run())
+
+
 # --- engines
 
 

@@ -120,6 +120,28 @@ def test_n_answers_where_places_or_pages_are_few(folder, place, options):  # noq
         assert llm.manager.stats()["used"] == 0
 
 
+class Counted(list):
+    count = 0
+
+    def __iter__(self):
+        Counted.count += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_updates_of_many_answers_look_at_each_of_them_a_few_times(llm, kind):
+    """Not each answer at all others: 8,000 kept the thread of the engine for 12 s."""
+    core = by_hand(llm)._core
+    llm.add_request("ab", drawn(1, n=100, max_tokens=2, output_kind=kind), "a")
+    core.take_messages()
+    (request,) = core.book.requests
+    Counted.count, request.sequences, num_steps = 0, Counted(request.sequences), 0
+    while llm.has_unfinished_requests():
+        llm.step()
+        num_steps += 1
+    assert 0 < Counted.count < 5 * num_steps
+
+
 def test_the_best_of_several(llm):
     everyone = generate(llm, ["abc"], drawn(5, n=8, logprobs=0))[0].outputs
     best = generate(llm, ["abc"], drawn(5, n=3, best_of=8))[0].outputs

@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import TINY, random_weights, safetensors_bytes, write_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -179,7 +180,7 @@ def test_errors(folder, tmp_path):
     ({"regex": "a", "json_object": True}, "structured_outputs has regex and json_object but"),
     ({"json_object": False}, "has nothing"), ({"choice": []}, "choice is empty"), ({"choice": [""]}, "choice[0] is empty"),
     ({"regex": 3}, "structured_outputs.regex is 3 but must be a text"), ({"json": [1]}, "structured_outputs.json is [1]"),
-    ({"json_object": 3}, "json_object is 3 but must be True or False"),
+    ({"json_object": 3}, "json_object is 3 but must be True or False"), ({"regex": np.ones(2)}, "regex is array([1., 1.]) but"),
 ])  # fmt: skip
 def test_wrong_options(options, text):
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):

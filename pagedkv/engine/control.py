@@ -125,8 +125,8 @@ class Control(WeightUpdates):
         MemoryError: the device has too little; then what could not be taken is still asleep. An engine that is awake
         stays as it is.
         """
-        wanted = TAGS if tags is None else tuple(tags)
-        if isinstance(tags, str) or not set(wanted) <= set(TAGS):
+        wanted = TAGS if tags is None else tags
+        if isinstance(tags, str) or not isinstance(wanted, Collection) or any(tag not in TAGS for tag in wanted):
             raise ValueError(f"tags is {tags!r} but must be None or a list of {' and '.join(TAGS)}")
         self._core.call(partial(self._awake, wanted))
 

@@ -210,7 +210,8 @@ class EngineCore(Holds):
     def _close(self) -> None:
         with self._lock:  # what comes later is refused, and what came before is done now
             self._is_closed = True
-        assert self.runner is not None, "it is closed once"
+        if self.runner is None:
+            return  # several threads close it at once
         self.runner.close()
         self.runner = self._guesser = None
         self.book.close()

@@ -27,6 +27,7 @@ LOWEST = {
     "max_loras": 1, "max_lora_rank": 1, "tensor_parallel_size": 1,
     "block_size": 1, "swap_space": 0, "num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)
 }  # fmt: skip
+HIGHEST = {"max_num_seqs": 2**20}
 
 
 @dataclass(kw_only=True)
@@ -110,9 +111,12 @@ class EngineOptions:
         for name in ("dtype", "kv_cache_dtype"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                setattr(self, name, ops.empty(0, value).dtype)  # its name; raises for what is no dtype
+                try:
+                    setattr(self, name, ops.empty(0, value).dtype)  # its name
+                except TypeError:
+                    raise TypeError(f"{name} is {value!r} but must be a dtype, or one's name") from None
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) not in allowed:
                 right = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
                 raise ValueError(f"{name} is {getattr(self, name)!r} but must be {right}")
         if self.logprobs_mode != "raw_logprobs":  # which vLLM has, too
@@ -125,8 +129,8 @@ class EngineOptions:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("num_blocks and kv_cache_memory both say how large the pool is: give one of them")
         for name, least in LOWEST.items():
-            if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), least))
+            if getattr(self, name) is not None or getattr(EngineOptions, name) is not None:
+                setattr(self, name, check_int(name, getattr(self, name), least, HIGHEST.get(name, 2**63 - 1)))
         for name in ("max_loras", "max_lora_rank"):
             if getattr(self, name) is not None and not self.enable_lora:
                 raise ValueError(f"{name} is {getattr(self, name)} but enable_lora is False")

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagedkv.ops import Communicator, GroupError
 from pagedkv.parallel.member import END_SECONDS
-from pagedkv.parallel.ring import Kind, Reader, Record
+from pagedkv.parallel.ring import MOST_WORDS, Kind, Reader, Record
 from pagedkv.parallel.watch import OF_GROUP
 
 from .runner.make import make_runner
@@ -48,7 +48,7 @@ class Rank:
                 reader.done(record)
         except BaseException as error:
             kind = OF_GROUP if isinstance(error, GroupError) else type(error).__name__
-            reader.answer((kind, str(error)))
+            reader.answer((kind, str(error)[:MOST_WORDS]))
             if self.comm is not None:
                 self.comm.abort(f"rank {self.rank} failed: {kind}: {error}"[:200])
             return 1
@@ -93,14 +93,15 @@ def _replay(runner: ModelRunner, record: Record) -> None:
 def _end_with(bell: socket.socket) -> None:
     """Ends this process after the first rank has, if it does not do so itself."""
     poller = select.poll()
-    poller.register(bell, 0)  # for its end alone
+    poller.register(bell, 0)  # for its end alone, ...
+    poller.register(os.pidfd_open(os.getppid()), select.POLLIN)  # ... which does not come while a fork's child has it
     poller.poll()
     time.sleep(END_SECONDS / 2)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to the first rank, too, which decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sends it to all: the first rank decides
     status = Rank(*map(int, sys.argv[1:])).serve()
     sys.stderr.flush()
     os._exit(status)  # a thread may be in a call

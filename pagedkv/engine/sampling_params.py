@@ -20,6 +20,7 @@ T = TypeVar("T")
 MAX_FLOAT = 3.4e38  # what float32 holds
 MIN_FLOAT = 1.2e-38  # positive numbers below lose digits in float32, or become zero
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 16_384  # of one request
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class SamplingParams:
     None is the default of every option, but for max_tokens: there it is as many tokens as fit.
 
     Args:
-        n: how many answers; they share the prompt's computation and its pages
+        n: how many answers, at most 16,384; they share the prompt's computation and its pages
         best_of: how many answers are sampled; the n with the highest cumulative log probability are returned. None: n
         temperature: 0 is greedy: the most likely token, of equals the one with the lowest id
         top_k: only the top_k most likely tokens; 0 or -1: all
@@ -181,9 +182,9 @@ class SamplingParams:
             put_int("max_tokens", 0)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens is {self.min_tokens} but must be at most max_tokens={self.max_tokens}")
-        put_int("n", 1)
+        put_int("n", 1, MAX_ANSWERS)
         if self.best_of is not None:
-            put_int("best_of", 1)
+            put_int("best_of", 1, MAX_ANSWERS)
             if self.best_of < self.n:
                 raise ValueError(f"best_of is {self.best_of} but must be at least n={self.n}")
         if self.num_sequences > 1 and self.temperature == 0:

@@ -51,7 +51,7 @@ class StructuredOutputsParams:
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"structured_outputs.{name} is {value!r} but must be a text")
         for name in ("json_object", "disable_any_whitespace"):
-            if getattr(self, name) not in (None, True, False):
+            if not isinstance(getattr(self, name), bool | None):
                 raise TypeError(f"structured_outputs.{name} is {getattr(self, name)!r} but must be True or False")
         if self.choice is not None:
             object.__setattr__(self, "choice", check_texts("structured_outputs.choice", self.choice))
@@ -63,4 +63,5 @@ class StructuredOutputsParams:
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        return [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given = ((name, getattr(self, name)) for name in KINDS)
+        return [name for name, value in given if value is not None and value is not False]

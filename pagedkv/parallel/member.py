@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from .ring import memory_file
 
 END_SECONDS = 5.0  # in which a rank ends by itself after its socket has
+HERE = str(Path(__file__).parents[2])  # the folder that has this package
 LAST_WORDS = 2000  # bytes of what a rank has written to its standard error
 
 
@@ -30,14 +33,18 @@ class Member:
             stack.callback(os.close, self.words)
             self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self.socket.close)
-            inherited = [theirs.fileno(), *files]
-            arguments = map(str, (rank, *numbers, *inherited))
-            with theirs:
+            inherited = list[int]()
+            with theirs, contextlib.ExitStack() as copies:
+                for fd in (theirs.fileno(), *files):  # above the standard ones, which may be closed here
+                    inherited.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+                    copies.callback(os.close, inherited[-1])
+                arguments = map(str, (rank, *numbers, *inherited))
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-X", "faulthandler", "-m", module, *arguments],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.words, pass_fds=inherited,
-                    env=environment,
+                    env=environment, start_new_session=True,  # Ctrl-C is for the first rank alone
                 )  # fmt: skip
+            stack.push(self.process)  # waits for its end
             stack.callback(self.process.kill)
             self.pidfd = os.pidfd_open(self.process.pid)
             stack.pop_all()
@@ -73,10 +80,14 @@ class Member:
 
 
 def environment(num_threads: int | None) -> dict[str, str]:
-    """With which a rank imports what this process would. num_threads: see Team."""
-    path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    """With which a rank imports what this process would, and this package wherever that is by now. num_threads: see
+    Team."""
+    is_somewhere = os.path.exists(os.readlink("/proc/self/cwd"))  # else no interpreter starts with relative paths
+    path = [each for each in sys.path if isinstance(each, str) and (is_somewhere or os.path.isabs(each))]
+    if HERE not in path:  # it was found by a relative path, or by one that has been taken away
+        path.insert(0, HERE)
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return {**os.environ, "PYTHONPATH": path, **threads}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **threads}
 
 
 def end(members: Sequence[Member]) -> None:

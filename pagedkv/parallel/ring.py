@@ -30,7 +30,8 @@ ALIGN = 64  # of the arrays, in bytes
 HEADER = struct.Struct(f"<QQQqqi{NUM_FIELDS}i")  # number, step, digest, sizes of the arrays, kind, fields
 HEADER_BYTES = -(-HEADER.size // ALIGN) * ALIGN
 BELL = b"\1"
-MOST_ANSWER = 1 << 17  # bytes of a message
+MOST_ANSWER = 1 << 17  # bytes of a message, ...
+MOST_WORDS = MOST_ANSWER // 8  # ... and characters of an error's, which have up to four
 
 
 class Kind(IntEnum):
@@ -195,11 +196,15 @@ class Reader(Ring):
         return name, args
 
     def answer(self, message: Any) -> None:
-        self._bell.send(pickle.dumps(message)[:MOST_ANSWER])
+        self._bell.send(pickle.dumps(message))
 
 
 def memory_file(name: str, size: int = 0) -> int:
     """Anonymous memory, which ends with the last process that has it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

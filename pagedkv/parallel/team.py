@@ -17,6 +17,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty
 from typing import Any
 
@@ -38,21 +39,23 @@ class Team:
             raise RuntimeError("sys.executable is empty: there is no interpreter to start the other ranks with")
         self.num_ranks = num_ranks
         members: list[Member] = []
-        self._watch, self.comm_fd = Watch(members), memory_file("pagedkv communicator")
-        ring_fd = memory_file("pagedkv ring", ring_bytes(num_ranks, slot_bytes))
-        try:
-            for rank in range(1, num_ranks):
-                numbers, files = (num_ranks, slot_bytes), (ring_fd, self.comm_fd)
-                members.append(Member(rank, module, numbers, files, environment(num_threads)))
-            bells = [member.socket for member in members]
-            self._watch.writer = Writer(ring_fd, bells, slot_bytes, self._watch.wait_for_readers)
+        self._watch = Watch(members)
+        with contextlib.ExitStack() as stack:
+            stack.callback(_end, self._watch)
+            self.comm_fd = memory_file("pagedkv communicator")
+            stack.callback(os.close, self.comm_fd)
+            ring_fd = memory_file("pagedkv ring", ring_bytes(num_ranks, slot_bytes))
+            try:
+                with ThreadPoolExecutor(1) as thread:  # an interrupt, which is the main thread's, might lose a process
+                    for rank in range(1, num_ranks):
+                        how = module, (num_ranks, slot_bytes), (ring_fd, self.comm_fd), environment(num_threads)
+                        thread.submit(_start, self._watch, members, rank, *how).result()
+                bells = [member.socket for member in members]
+                self._watch.writer = Writer(ring_fd, bells, slot_bytes, self._watch.wait_for_readers)
+            finally:
+                os.close(ring_fd)
             self._watch.start()
-        except BaseException:
-            _end(self._watch, self.comm_fd)
-            raise
-        finally:
-            os.close(ring_fd)
-        self._finalizer = weakref.finalize(self, _end, self._watch, self.comm_fd)
+            self._finalizer = weakref.finalize(self, stack.pop_all().close)
         self._finalizer.atexit = False  # whoever makes the steps ends first
         teams.add(self)
 
@@ -100,7 +103,10 @@ class Team:
         except BaseException as error:
             if self._num_told == num_told:
                 raise
-            raise self.blame(error) from error
+            failure = self.blame(error)
+            if not isinstance(error, Exception):  # an interrupt of who waits for the start
+                raise
+            raise failure from error
 
     @property
     def _num_told(self) -> int:
@@ -127,14 +133,20 @@ class Team:
             os.close(self.comm_fd)
 
 
-def _end(watch: Watch, comm_fd: int) -> None:
-    watch.is_closing = True
+def _start(watch: Watch, members: list[Member], *args: Any) -> None:
+    with watch.starting:
+        if not watch.is_closing:
+            members.append(Member(*args))
+
+
+def _end(watch: Watch) -> None:
+    with watch.starting:
+        watch.is_closing = True
     with contextlib.suppress(ValueError):  # it was closed
         watch.abort("the engine was closed")
     end(watch.members)
     watch.join()
     watch.close()
-    os.close(comm_fd)
 
 
 teams: weakref.WeakSet[Team] = weakref.WeakSet()  # of this process

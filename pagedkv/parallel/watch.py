@@ -41,7 +41,7 @@ class Watch:
         self.failure: RankError | None = None
         self.abort: Callable[[str], object] = lambda reason: None
         self.listeners: list[Callable[[RankError], object]] = []
-        self.is_closing = False
+        self.is_closing, self.starting = False, threading.Lock()  # of a process: none starts once it is closing
         self._own_report = ""  # of the first rank
         self._has_failed = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)

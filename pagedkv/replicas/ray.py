@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from pagedkv.checks import check_int
+from pagedkv.checks import check_float, check_int
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.requests.prompts import Prompt
 from pagedkv.engine.sampling_params import SamplingParams
@@ -74,9 +74,11 @@ class RayReplica(Replica):
     def __init__(
         self, model: str | os.PathLike[str], *, num_cpus: int = 1, start_seconds: float = 600, **options: Any
     ) -> None:
-        num_gpus = 0 if str(options.get("device")) == "cpu" else options.get("tensor_parallel_size", 1)
+        num_ranks = check_int("tensor_parallel_size", options.get("tensor_parallel_size", 1), 1)
+        num_gpus = 0 if str(options.get("device")) == "cpu" else num_ranks
         self._needs = {"CPU": check_int("num_cpus", num_cpus, 1, 4096)} | ({"GPU": num_gpus} if num_gpus else {})
-        self._model, self._options, self._start_seconds = str(model), options, start_seconds
+        self._model, self._options = str(model), options
+        self._start_seconds = check_float("start_seconds", start_seconds, 0, 1e9, is_open=True)
         self._group: PlacementGroup | None = None
         self._actor: Any = None
 
@@ -86,7 +88,7 @@ class RayReplica(Replica):
             try:
                 await asyncio.wait_for(self._group.ready(), self._start_seconds)
             except TimeoutError:
-                raise RuntimeError(f"no machine had {self._needs} free within {self._start_seconds} s") from None
+                raise RuntimeError(f"no machine had {self._needs} free within {self._start_seconds:g} s") from None
             self._actor = self._new_actor(self._group)
         with _deaths():
             await self._actor.start.options(max_task_retries=-1).remote()

@@ -75,10 +75,13 @@ class Router:
         *,
         table_tokens: int = 1 << 20,
     ) -> None:
+        if not isinstance(replicas, SequenceOf):
+            raise TypeError(f"replicas is {replicas!r} but must be a list of Replicas")
         if not replicas:
             raise ValueError("replicas is empty: at least one is needed")
-        self._replicas, self._tokenizer, self._vocab_size = list(replicas), tokenizer, vocab_size
-        self._default_params = default_params or SamplingParams()
+        self._replicas, self._tokenizer = list(replicas), tokenizer
+        self._vocab_size = check_int("vocab_size", vocab_size, 1)
+        self._default_params = SamplingParams() if default_params is None else default_params
         self._table_tokens = check_int("table_tokens", table_tokens, 0)
         self._living: dict[Life, Replica] = {}
         self._starting: set[asyncio.Task[None]] = set()
@@ -113,7 +116,7 @@ class Router:
         salt: bytes = b"",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, as AsyncEngine.generate() yields them."""
-        start, params = time.perf_counter(), params or self._default_params
+        start, params = time.perf_counter(), self._default_params if params is None else params
         priority = check_request(params, request_id, priority, salt)
         name = next(self._ids) if request_id is None else request_id
         prompt, ids = await self._encode(prompt)
@@ -254,10 +257,10 @@ class Router:
     async def close(self) -> None:
         """Ends all replicas. Their unfinished requests are aborted, or end with an error."""
         self._failure = RuntimeError("the router is closed")
+        self._living.clear()  # first: of what has died meanwhile nothing is started again
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        self._living.clear()
         closed = await asyncio.gather(*(each.close() for each in self._replicas), return_exceptions=True)
         for error in filter(None, closed):
             raise error  # the first, when none is at work any more

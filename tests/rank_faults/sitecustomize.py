@@ -18,7 +18,7 @@ def fail(fault: str) -> None:
         print("these are my last words", file=sys.stderr, flush=True)
         os._exit(7)
     else:
-        raise {"MemoryError": MemoryError, "ValueError": ValueError}[fault](f"{fault} of a test")
+        raise {"MemoryError": MemoryError, "ValueError": ValueError}[fault](f"{fault} of a test" + "!" * (1 << 18))
 
 
 def install() -> None:

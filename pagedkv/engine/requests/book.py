@@ -73,7 +73,9 @@ class RequestBook:
                 return request_id
 
     def find(self, request_id: str) -> Request | None:
-        """The request that has this id."""
+        """The request that has this id. TypeError: it is no string."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id is {request_id!r} but must be a string")
         with self._lock:
             return self._by_id.get(request_id)
 

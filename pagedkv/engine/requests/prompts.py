@@ -26,7 +26,7 @@ def list_of_prompts(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     is_list = isinstance(prompts, SequenceOf) and not isinstance(prompts, (bytes, bytearray, memoryview))
-    if not is_list and not hasattr(prompts, "__dlpack__"):
+    if not is_list and not (hasattr(prompts, "__dlpack__") and getattr(prompts, "ndim", 1) > 0):
         raise TypeError(f"prompts is {reprlib.repr(prompts)} but must be a string or a list of prompts")
     return list(prompts)
 

@@ -98,23 +98,27 @@ class Request:
 
     def update(self, sequences: list[Sequence], weight_version: int | str = 0) -> Update:
         """What is new of these sequences, or of all at the end of a request that is not streamed."""
-        for seq in self.sequences:  # an answer that failed before may not have been sent yet
+        all_of_it, is_last, now = self.sequences, self.is_finished, time.perf_counter()
+        num_preemptions, first_token_time = all_of_it[0].num_preemptions, all_of_it[0].first_token_time
+        for seq in all_of_it:  # an answer that failed before may not have been sent yet
             self.error = self.error or seq.error
-        first, *others = [self._update(seq, weight_version) for seq in sequences]
+        if len(all_of_it) > 1:
+            num_preemptions = sum(each.num_preemptions for each in all_of_it)
+            times = [each.first_token_time for each in all_of_it if each.first_token_time is not None]
+            first_token_time = min(times, default=None)
+        if is_last:
+            now = max(each.finish_time or now for each in all_of_it)
+        of_all = is_last, now, num_preemptions, first_token_time, weight_version
+        first, *others = [self._update(seq, *of_all) for seq in sequences]
         if others:
             first.others = tuple(others)
         return first
 
-    def _update(self, seq: Sequence, weight_version: int | str) -> Update:
-        first, text, detokenizer, is_last = self.sequences[0], None, seq.detokenizer, self.is_finished
-        num_preemptions, first_token_time = seq.num_preemptions, seq.first_token_time
-        if len(self.sequences) > 1:
-            num_preemptions = sum(each.num_preemptions for each in self.sequences)
-            times = [each.first_token_time for each in self.sequences if each.first_token_time is not None]
-            first_token_time = min(times, default=None)
-        now = time.perf_counter()
-        if is_last:
-            now = max(each.finish_time or now for each in self.sequences)
+    def _update(
+        self, seq: Sequence, is_last: bool, now: float, num_preemptions: int, first_token_time: float | None,
+        weight_version: int | str,
+    ) -> Update:  # fmt: skip
+        first, text, detokenizer = self.sequences[0], None, seq.detokenizer
         if detokenizer is not None:
             if seq.finish_reason is not None:
                 detokenizer.finish()

@@ -192,8 +192,12 @@ def encode_chats(
     check_names("chat()", options, list(ChatOptions.__annotations__))
     variables: dict[str, Any] = dict(options)
     chat_template, enable_thinking = variables.pop("chat_template", None), variables.pop("enable_thinking", None)
-    template = template_of(folder)
-    variables |= {"template": chat_template, **(variables.pop("chat_template_kwargs", None) or {})}
+    others, template = variables.pop("chat_template_kwargs", None), template_of(folder)
+    if not isinstance(chat_template, str | None):
+        raise TypeError(f"chat_template is {chat_template!r} but must be a text, or None")
+    if not isinstance(others, Mapping | None) or not all(isinstance(name, str) for name in others or ()):
+        raise TypeError(f"chat_template_kwargs is {others!r} but must be a dict with names as keys, or None")
+    variables |= {"template": chat_template, **(others or {})}
     if enable_thinking is not None:
         if not isinstance(enable_thinking, bool):
             raise TypeError(f"enable_thinking is {enable_thinking!r} but must be True, False or None")

@@ -195,7 +195,7 @@ def main() -> None:
                     draft = nano_bench.write_shape("0.6B", Path(scratch) / "draft")
                     config |= {"method": "draft_model", "model": str(draft)}
                 llm = LLM(folder, device=args.device, load_format="dummy", max_num_seqs=max(args.batches),
-                          max_model_len=4096, speculative_config=config)  # fmt: skip
+                          max_model_len=4096, enable_prefix_caching=False, speculative_config=config)  # fmt: skip
             with llm:
                 print(f"{model}, {config['method']}, {args.length} tokens in an answer", flush=True)
                 rows += measure(Bench(llm, args.length), parts, args.batches)

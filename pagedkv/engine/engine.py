@@ -202,7 +202,7 @@ class Engine(Control):
         """Raises where it cannot be served."""
         self.scheduler.check(request.sequences[0])
         if request.normalizes is None and not self._core.has_head:
-            raise ValueError(f"{self.folder} has no head (lm_head.weight): it makes vectors of texts: embed()")
+            raise ValueError(f"the model in {self.folder} has no head (lm_head.weight): it makes vectors: embed()")
         check_vocabulary(request.params, self.config.vocab_size)
         request.prepare_text()
 

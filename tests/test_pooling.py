@@ -62,6 +62,9 @@ def test_a_model_that_has_no_head(tmp_path, num_ranks):
         assert str(output.error) == f"the model in {tmp_path / 'base'} has no head (lm_head.weight): it makes vectors: embed()"
     with pytest.raises(CheckpointError, match="tensor 'lm_head.weight' is missing"):  # of a model that should have one
         LLM(tmp_path / "damaged", device="cpu")
+    with pytest.raises(ValueError, match=r"speculative_config\['model'\]: .*base has no head"):
+        draft = {"method": "draft_model", "model": tmp_path / "base"}
+        LLM(write_model(tmp_path / "whole"), device="cpu", num_blocks=64, speculative_config=draft)
     right = expected(tmp_path / "base")
     np.testing.assert_allclose(vectors, right / np.linalg.norm(right, axis=1, keepdims=True), rtol=1e-3, atol=1e-4)
 

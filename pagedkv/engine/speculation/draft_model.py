@@ -210,7 +210,9 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
 
 
 def make_draft_model(runner: ModelRunner, num_blocks: int) -> DraftModel:
-    """With a pool of as many pages as the target's."""
+    """With a pool of as many pages as the target's. Raises ValueError for a model that makes vectors alone."""
+    if not getattr(runner.model, "has_head", True):
+        raise ValueError(f"{NAME}['model']: {runner.plan.folder} has no head (lm_head.weight), so it draws no tokens")
     manager = BlockManager(num_blocks, runner.caches.block_size, enable_prefix_caching=False)
     runner.allocate(manager)
     return DraftModel(runner, manager)

@@ -109,9 +109,9 @@ async def start_front_end(host: EngineHost, control: socket.socket) -> tuple:
     facts = Facts(DEMO, SamplingParams(), 1 << 20, 16)
     ours, theirs = socket.socketpair()
     engine, engine_end = socket.socketpair()
-    listener = bind("127.0.0.1", 0)
+    (listener,) = bind("127.0.0.1", 0)
     with shared_counts(1) as counts:
-        descriptors = (each.fileno() for each in (theirs, engine_end, listener, counts))
+        descriptors = (each.fileno() for each in (theirs, engine_end, counts, listener))
         process = await children.start("pagedkv.serve.front_end", *descriptors)
     socket.send_fds(control, [b"+"], [engine.fileno()])
     for each in (theirs, engine, engine_end):

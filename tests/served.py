@@ -17,7 +17,7 @@ from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
+from pagedkv.serve.lifecycle import Lifecycle, addresses_of, bind
 from pagedkv.serve.model import ServedModel
 from pagedkv.serve.server import Server
 
@@ -33,14 +33,14 @@ def model_of(folder: Path = DEMO) -> ServedModel:
 
 
 @contextmanager
-def serving(client, model=None, *, api_keys=(), origins=(), with_page=True, with_admin=False, **limits):
+def serving(client, model=None, *, api_keys=(), origins=(), with_page=True, with_admin=False, host="127.0.0.1", **limits):
     """The address of a server, and the Server."""
     server = Server(client, model or ServedModel.of_engine(client.engine, ["demo"], TEMPLATE), **limits)
     how = {"api_keys": api_keys, "origins": origins, "with_page": with_page, "with_admin": with_admin}
-    app, listener = make_app(server, **how), bind("127.0.0.1", 0)
+    app, listeners = make_app(server, **how), bind(host, 0)
     life = Lifecycle(server, app)
-    address = address_of(listener, "http")
-    thread = threading.Thread(target=life.run, args=([listener],))
+    address = addresses_of(listeners, "http")
+    thread = threading.Thread(target=life.run, args=(listeners,))
     thread.start()
     try:
         wait_for(lambda: life.started or not thread.is_alive())

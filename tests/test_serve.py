@@ -8,6 +8,7 @@ import codecs
 import json
 import re
 import shutil
+import socket
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,6 +19,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
     pytest.importorskip(package, reason="the extra `serve`, and httpx")
 
 import httpx
+import tool_models
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, events_of, post, serving, streamed
@@ -28,6 +30,7 @@ from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import command_line
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.serve import schema
+from pagedkv.serve.lifecycle import bind
 from pagedkv.serve.model import ServedModel
 
 
@@ -413,3 +416,23 @@ def test_the_client_of_openai(http):
             client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
             client.completions.create(model="gpt", prompt="1")
+
+
+def test_a_name_of_several_addresses(tmp_path, monkeypatch):
+    """It listens at each that this machine has, with one port."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("203.0.113.1", "127.0.0.1", "127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    server = serving(tool_models.ScriptedClient(lambda params, index: "a"), tool_models.model_of(write_tool_model(tmp_path)), host="name")
+    with server as (urls, _):
+        monkeypatch.undo()
+        first, second = urls.split(" and ")
+        assert first.replace("127.0.0.1", "127.0.0.2") == second
+        for url in (first, second):
+            assert httpx.post(url + CHAT, json={"messages": MESSAGES}).json()["choices"][0]["message"]["content"] == "a"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found[:1])
+    with pytest.raises(OSError, match="assign requested address"):
+        bind("name", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found[2:0:-1])
+        with pytest.raises(OSError, match="in use"):
+            bind("name", taken.getsockname()[1])

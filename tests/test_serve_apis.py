@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 
 import pytest
@@ -14,7 +15,19 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
 
 import httpx
 from served import post, serving
-from tool_models import CUSTOM, FUNCTIONS, HI, PERSON, SAID, THINKING, model_of, saying, write_tool_model
+from tool_models import (
+    CUSTOM,
+    FUNCTIONS,
+    HI,
+    PATCH,
+    PERSON,
+    SAID,
+    TEMPLATES_BY_NAME,
+    THINKING,
+    model_of,
+    saying,
+    write_tool_model,
+)
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
@@ -141,7 +154,7 @@ def test_what_goes_into_a_response(http):
         error = post(http, RESPONSES, 400, input=wrong)["error"]
         assert error["param"] == "input" and "input" in error["message"], wrong
     for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "response_format"),
-                        ({"tools": [{"type": "file_search"}]}, "tools"), ({"tools": [{"type": "namespace", "name": "x", "tools": [3]}]}, "tools"), ({"truncation": "some"}, "truncation"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
+                        ({"tools": [{"type": "file_search"}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "x"}}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools"), ({"tools": [{"type": "namespace", "name": "x", "tools": [3]}]}, "tools"), ({"truncation": "some"}, "truncation"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
         assert post(http, RESPONSES, 400, **{"input": "Hi"} | body)["error"]["param"] == param
     warned = http.post(RESPONSES, json={"input": "Hi", "store": True, "include": [], "reasoning": {"effort": "low"}}).headers["x-pagedkv-warning"]
     assert warned == "without effect: store, include, reasoning_effort"
@@ -161,6 +174,36 @@ def test_what_codex_sends(folder):
         assert (item["namespace"], item["name"], item["arguments"]) == ("mcp__fs", "read", '{"zone": "utc"}')
         post(http, RESPONSES, input=[{"role": "user", "content": "Hi"}, item, {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}], tools=tools)
         assert Tokenizer(folder).decode(ids_of(client.seen[1][0])).count('"name": "mcp__fs.read"') == 2  # the tool, the call
+
+
+@pytest.mark.parametrize("template", ["hermes", "qwen3_coder", "llama3_json", "mistral"])
+def test_custom_tools(folder, template):
+    """As Codex has them: for the model a function with one argument, for the client a text, which comes as it grows."""
+    patch, rng = '*** Begin Patch\n+"a\\tb" \\\\ \U0001f600 é\t</x>\n*** End', random.Random(5)
+    counts = []
+    for number in range(2):
+        said = json.dumps({"name": "fs.apply_patch", "arguments" if template != "llama3_json" else "parameters": {"input": patch}}, ensure_ascii=number % 2 == 0)
+        said = {"hermes": f"<tool_call>{said}</tool_call>", "mistral": f"[TOOL_CALLS][{said}]", "qwen3_coder": f"<function=fs.apply_patch>\n<parameter=input>\n{patch}\n</parameter>\n</function>"}.get(template, said)
+        server, client = saying(folder, said, TEMPLATES_BY_NAME[template])
+        client.rng.seed(rng.randrange(1000))
+        with server as (url, _), httpx.Client(base_url=url) as http:
+            body = {"input": "Hi", "tools": [FUNCTIONS[0], {"type": "namespace", "name": "fs", "tools": [PATCH]}]}
+            answer = http.post(RESPONSES, json=body | {"stream": True})
+            assert answer.headers["x-pagedkv-warning"] == "without effect: tools.format"
+            *_, last = events = named_events(answer)
+            (item,) = last["response"]["output"]
+            assert item == {"type": "custom_tool_call", "id": item["id"], "call_id": item["call_id"], "name": "apply_patch", "namespace": "fs", "input": patch, "status": "completed"}
+            own = [each for each in events if "custom_tool_call_input" in each["type"]]
+            assert "".join(each["delta"] for each in own[:-1]) == patch
+            counts.append(len(own))
+            assert own[-1] == {"type": "response.custom_tool_call_input.done", "sequence_number": own[-1]["sequence_number"], "item_id": item["id"], "output_index": 0, "input": patch}
+            assert without(post(http, RESPONSES, **body)["output"], "id", "call_id") == without([item], "id", "call_id")
+            text = Tokenizer(folder).decode(ids_of(client.seen[0][0]))
+            assert "Edits files." in text and "lark grammar:" in text and "start: /.+/" in text
+    assert max(counts) > 3
+    call = {"id": "c1", "type": "function", "function": {"name": "fs.apply_patch", "arguments": json.dumps({"input": patch}, ensure_ascii=False)}}
+    back = [item | {"call_id": "c1"}, {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."}]
+    assert chat_of_input(back, None) == [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "Done."}]
 
 
 def test_a_conversation_that_is_cut(folder):

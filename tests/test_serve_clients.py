@@ -14,7 +14,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
 import httpx
 import tool_models
 from served import DEMO, ENGINE, TEMPLATE, post, serving
-from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PLAIN, SAID, TOOLS, saying, write_tool_model
+from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PATCH, PLAIN, SAID, TOOLS, saying, write_tool_model
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
@@ -52,6 +52,30 @@ def test_the_client_of_openai(folder):
         assert events[-1].type == "response.completed" and final.output_text == "I look." and json.loads(final.output[3].arguments) == {"zone": "utc"}
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="demo", input="Hi", previous_response_id="x")
+
+
+def test_custom_tools_by_the_client_of_openai(folder):
+    openai = pytest.importorskip("openai")
+    said = '<tool_call>{"name": "apply_patch", "arguments": {"input": "+a\\n\\"b\\""}}</tool_call>'
+    server, seen = saying(folder, said)
+    with server as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
+        options = {"model": "demo", "messages": HI, "tools": [custom], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [custom]}}}
+        choice = client.chat.completions.create(**options).choices[0]
+        (call,) = choice.message.tool_calls
+        assert type(call).__name__ == "ChatCompletionMessageCustomToolCall" and call.custom.input == '+a\n"b"' and choice.finish_reason == "tool_calls"
+        deltas = [each for chunk in client.chat.completions.create(**options, stream=True) for each in chunk.choices[0].delta.tool_calls or []]
+        assert (deltas[0].type, deltas[0].custom["name"], "".join(each.custom["input"] for each in deltas)) == ("custom", "apply_patch", '+a\n"b"')
+        client.chat.completions.create(model="demo", tools=[custom], messages=[*HI, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}])
+        text = Tokenizer(folder).decode(ids_of(seen.seen[-1][0]))
+        assert '{"name": "apply_patch", "arguments": {"input": "+a\\n\\"b\\""}}' in text
+        with client.responses.stream(model="demo", input="Hi", tools=[PATCH]) as stream:
+            kinds = [type(each).__name__ for each in stream]
+            final = stream.get_final_response()
+        assert {"ResponseCustomToolCallInputDeltaEvent", "ResponseCustomToolCallInputDoneEvent"} <= set(kinds)
+        assert type(final.output[0]).__name__ == "ResponseCustomToolCall" and final.output[0].input == '+a\n"b"'
+        with pytest.raises(openai.BadRequestError, match="must have a name"):
+            client.chat.completions.create(model="demo", messages=HI, tools=[{"type": "custom", "custom": {"format": {"type": "y"}}}])
 
 
 def test_shapes_by_the_client_of_openai(llm):

@@ -16,6 +16,8 @@ from served import CHAT, COMPLETIONS, post, serving
 from tool_models import (
     ARGUMENTS,
     CALL,
+    CUSTOM,
+    FUNCTIONS,
     JSON_SCHEMA,
     PLAIN,
     QWEN3,
@@ -193,6 +195,33 @@ def test_calls_and_thoughts_of_several_answers(folder, number):
         assert '"get_time"' in Tokenizer(folder).decode(prompt)
 
 
+@pytest.mark.parametrize("template", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(("finish", "stop"), [("stop", None), ("stop", "Pa"), ("length", None)], ids=str)
+def test_an_answer_that_ends_within_a_call(folder, finish, stop, template):
+    """Cut anywhere: no API tells of a finished call unless its arguments are JSON; whole and streamed alike."""
+    said = CALL if template == "hermes" else "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    calls_said, ends = 0, []
+    server, _ = saying(folder, lambda params, index: (said[: ends[-1]], finish, stop), TEMPLATES_BY_NAME[template])
+    with server as (url, _), httpx.Client(base_url=url) as http:
+        for end in range(len("<tool_call>"), len(said), 5 if template == "hermes" else 9):
+            ends.append(end)
+            body = {"messages": MESSAGES, "tools": TOOLS}
+            found = of_whole(post(http, CHAT, **body)["choices"][0])
+            assert put_together(http.post(CHAT, json=body | {"stream": True}).text) == {0: found}
+            is_whole = bool(found["calls"]) and found["calls"][0][1].endswith("}")
+            calls_said += is_whole
+            assert found["finish_reason"] == ("tool_calls" if is_whole and finish == "stop" else finish)
+            response = post(http, "/v1/responses", input="Hi", tools=FUNCTIONS)
+            assert response["status"] == ("incomplete" if finish == "length" else "completed")
+            assert [each["status"] for each in response["output"] if each["type"] == "function_call"] == ["completed" if is_whole else "incomplete"] * len(found["calls"])
+            message = post(http, "/v1/messages", max_tokens=9, messages=MESSAGES, tools=CUSTOM)
+            ended = "max_tokens" if finish == "length" else "stop_sequence" if stop else "tool_use" if is_whole else "end_turn"
+            assert message["stop_reason"] == ended
+            if is_whole:
+                assert json.loads(found["calls"][0][1]) == {"city": "Paris", "days": 3} == message["content"][0]["input"]
+        assert calls_said
+
+
 def test_no_calls_where_none_are_wanted(folder):
     server, client = saying(folder, SAID)
     with server as (url, _), httpx.Client(base_url=url) as http:
@@ -336,6 +365,9 @@ def test_a_conversation_with_calls(folder):
 
 REFUSED = [
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0] is of type 'web_search'"),
+    ({"tools": [{"type": "custom", "custom": 3}]}, "tools", "tools[0]: custom is '3'"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function of tools"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]}, "messages", "must have a name and an input"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "its name is 'a b'"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools with the name 'get_weather'"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools", "no JSON schema"),

@@ -321,13 +321,13 @@ SLOW_SERVER = """
 import sys; sys.path.insert(0, {tests!r})
 from served import CountingClient, model_of
 from pagedkv.serve.app import make_app
-from pagedkv.serve.lifecycle import Lifecycle, address_of, bind
+from pagedkv.serve.lifecycle import Lifecycle, addresses_of, bind
 from pagedkv.serve.server import Server
 client = CountingClient(0.02)
 server = Server(client, model_of())
-listener = bind("127.0.0.1", 0)
-print("at", address_of(listener, "http"), flush=True)
-Lifecycle(server, make_app(server)).run([listener])
+listeners = bind("127.0.0.1", 0)
+print("at", addresses_of(listeners, "http"), flush=True)
+Lifecycle(server, make_app(server)).run(listeners)
 print("running:", client.num_running, "given:", client.num_given, flush=True)
 """
 

@@ -39,6 +39,7 @@ TOOLS = [
 # The same as /v1/responses and /v1/messages have them.
 FUNCTIONS = [{"type": "function", "name": each["function"]["name"], "parameters": each["function"]["parameters"], "strict": False} for each in TOOLS]
 CUSTOM = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
 HI = [{"role": "user", "content": "Hi"}]
 PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["age"], "additionalProperties": False}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}

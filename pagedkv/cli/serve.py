@@ -34,7 +34,9 @@ def add(commands: Commands) -> None:
     serve = commands.add_parser("serve", help=text, description=text, epilog=EXAMPLES)
     serve.add_argument("model", help=MODEL_HELP)
     where = serve.add_argument_group("server")
-    where.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at, or a name, for all it has (default: %(default)s)"
+    )
     where.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of host and port")
     help = "processes that speak HTTP, beside the engine's own (default: %(default)s)"
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from pagedkv.serve.front_end import Options
-    from pagedkv.serve.lifecycle import address_of, bind, bind_path
+    from pagedkv.serve.lifecycle import addresses_of, bind, bind_path
     from pagedkv.serve.supervisor import Supervisor
 
     count = args.front_ends
@@ -115,13 +117,13 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded, which takes longer. Nobody can connect until a front end listens.
     _allow_connections()
     try:
-        listener = bind(args.host, args.port) if args.uds is None else bind_path(args.uds)
+        listeners = bind(args.host, args.port) if args.uds is None else [bind_path(args.uds)]
     except OSError as error:
         where = f"--host is {args.host!r}, --port is {args.port}" if args.uds is None else f"--uds is {args.uds!r}"
         raise OSError(f"{where}: {error.strerror or error}") from None
-    ready = f"pagedkv serve: {address_of(listener, 'https' if args.ssl_certfile else 'http')} serves {names[0]}"
+    ready = f"pagedkv serve: {addresses_of(listeners, 'https' if args.ssl_certfile else 'http')} serves {names[0]}"
     try:
-        return asyncio.run(Supervisor(listener, front, count).run(args.model, options | engine_options(args), ready))
+        return asyncio.run(Supervisor(listeners, front, count).run(args.model, options | engine_options(args), ready))
     finally:
         if args.uds is not None:
             Path(args.uds).unlink(missing_ok=True)

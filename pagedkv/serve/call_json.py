@@ -64,6 +64,10 @@ class ArgumentsReader:
         self._is_object: bool | None = None  # None: it has not begun
         self.is_done = False
 
+    @property
+    def is_open(self) -> bool:
+        return not self.is_done
+
     def feed(self, text: str, at: int) -> int:
         start = at if self._is_object is not None else BLANK.match(text, at).end()  # type: ignore[union-attr]
         state = self._value.in_string, self._value.is_escaped
@@ -103,6 +107,12 @@ class CallReader:
         self._arguments: ArgumentsReader | None = None
         self.name: str | None = None
         self.is_done = self.has_failed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a name, and no end of the arguments."""
+        has_arguments = self._arguments is not None and self._arguments.is_done
+        return self.name is not None and not (self.is_done or has_arguments)
 
     def feed(self, text: str, at: int) -> int:
         """The position behind what belongs to the object, or before what does not."""

@@ -72,7 +72,7 @@ class ChatForm(Form):
 
     def _add_end(self, choice: dict[str, Any], piece: Piece, parser: Parser) -> dict[str, Any]:
         self.add_end(choice, piece)
-        if piece.finish_reason == "stop" and parser.num_calls:
+        if piece.finish_reason == "stop" and parser.num_calls and not parser.is_in_arguments:
             choice["finish_reason"] = "tool_calls"
         return choice
 
@@ -104,8 +104,12 @@ def _delta(events: list[Event], calls: CallFormat | None) -> dict[str, Any]:
         if kind == "call":
             function = {"name": text, "arguments": ""}
             found[number] = {"index": number, "id": call_id(calls), "type": "function", "function": function}
-        elif kind == "arguments":
-            found.setdefault(number, {"index": number, "function": {"arguments": ""}})["function"]["arguments"] += text
+        elif kind == "custom":
+            custom = {"name": text, "input": ""}
+            found[number] = {"index": number, "id": call_id(calls), "type": "custom", "custom": custom}
+        elif kind in ("arguments", "input"):
+            place = "function" if kind == "arguments" else "custom"
+            found.setdefault(number, {"index": number, place: {kind: ""}})[place][kind] += text
         else:
             for name in ("reasoning_content", "reasoning") if kind == "reasoning" else ("content",):
                 delta[name] = delta.get(name, "") + text

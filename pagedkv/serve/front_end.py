@@ -1,6 +1,6 @@
 """A front end: the HTTP server in a process of its own, over the socket of an engine's process.
 
-    python -m pagedkv.serve.front_end CONTROL ENGINE LISTENER COUNTS
+    python -m pagedkv.serve.front_end CONTROL ENGINE COUNTS LISTENER...
 
 are descriptors of sockets, and of what gate.shared_counts() made. From CONTROL comes Options, and then a byte: DRAIN or
 STOP; READY goes there.
@@ -90,8 +90,8 @@ class FrontEnd(Lifecycle):
 def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # until uvicorn has its handlers
         signal.signal(each, signal.SIG_IGN)
-    *sockets, counts = map(int, sys.argv[1:])
-    control, engine, listener = (socket.socket(fileno=each) for each in sockets)
+    *own, counts = map(int, sys.argv[1:4])
+    control, engine, *listeners = (socket.socket(fileno=each) for each in [*own, *map(int, sys.argv[4:])])
     options: Options = receive(control)
     facts = options.facts
     assert facts is not None, "the engine is there"
@@ -106,7 +106,7 @@ def main() -> None:
     client = RemoteEngine(facts, tokenizer)
     server = Server(client, model, counts=counts, place=options.place, **options.limits)
     life = FrontEnd(client, engine, control, server, make_app(server, **options.app), **options.http)
-    life.run([listener])
+    life.run(listeners)
     sys.exit(life.code)
 
 

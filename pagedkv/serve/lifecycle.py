@@ -16,20 +16,41 @@ from .http1 import Http1
 from .server import Server
 
 BACKLOG = 2048  # connections that nobody has accepted yet
+NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # ::1 is in /etc/hosts where IPv6 is off, too
 KEEP_ALIVE = 75  # seconds of a connection without a request: longer than those of proxies, which else send into its end
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """OSError: the address is in use, or is none of this machine's."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind, protocol)
+def bind(host: str, port: int) -> list[socket.socket]:
+    """At every address of the name that this machine has, with one port. OSError: an address is in use, or there is
+    none."""
+    bound, missing = list[socket.socket](), list[OSError]()
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        for *how, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+            try:
+                bound.append(_bind(how, (address[0], port, *address[2:])))
+                port = bound[0].getsockname()[1]
+            except OSError as error:
+                if error.errno not in NO_ADDRESS:
+                    raise
+                missing.append(error)
+        if not bound:
+            raise missing[0]
     except BaseException:
-        bound.close()
+        for each in bound:
+            each.close()
         raise
     return bound
+
+
+def _bind(how: list[Any], address: Any) -> socket.socket:
+    one = socket.socket(*how)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
+    except BaseException:
+        one.close()
+        raise
+    return one
 
 
 def bind_path(path: str | os.PathLike[str]) -> socket.socket:
@@ -47,6 +68,10 @@ def bind_path(path: str | os.PathLike[str]) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def addresses_of(listeners: list[socket.socket], scheme: str) -> str:
+    return " and ".join(address_of(each, scheme) for each in listeners)
 
 
 def address_of(bound: socket.socket, scheme: str) -> str:

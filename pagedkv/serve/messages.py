@@ -171,7 +171,8 @@ class MessageWriter:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(piece.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}
-        return {"stop_reason": "tool_use" if self._parser.num_calls else "end_turn", "stop_sequence": None}
+        has_calls = self._parser.num_calls and not self._parser.is_in_arguments
+        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
     # --- blocks
 

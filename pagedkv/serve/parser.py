@@ -7,19 +7,21 @@ held back until that is known, so that the events of all pieces, put together, d
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Collection, Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from .call_json import ArgumentsReader, CallReader
 from .call_xml import XmlArguments
+from .custom import InputReader
 from .formats import NO_CALLS, THOUGHTS, CallFormat, State
 
 IN_CALL = ("inside", "key", "value")
 
 
 class Event(NamedTuple):
-    """kind: "reasoning", "content", "call" (its text is the name) or "arguments"; call: its number, from 0."""
+    """kind: "reasoning", "content"; "call" (its text is the name) and "arguments", or of a custom tool "custom" and
+    "input"; call: its number, from 0."""
 
     kind: str
     text: str
@@ -55,11 +57,13 @@ class Parser:
         tools: the schemas of the parameters, by the names of functions
         start: the first state: of the table of calls, or "begin" or "think" where there are thoughts
         max_calls: further calls are left out
+        custom: the names of those that are custom tools
     """
 
     def __init__(
-        self, calls: CallFormat | None, tools: Mapping[str, Any], start: str, max_calls: int | None = None
-    ) -> None:
+        self, calls: CallFormat | None, tools: Mapping[str, Any], start: str, max_calls: int | None = None,
+        custom: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self._table: Mapping[str, State] = {**(calls.table if calls else NO_CALLS), **THOUGHTS}
         self._plain, self._known = (calls.plain, set(tools) if calls.is_bare else None) if calls else ("answer", None)
         self._has_calls, self._tools, self._max_calls = calls is not None, tools, max_calls
@@ -70,6 +74,8 @@ class Parser:
         self._word = ""  # a name or a key, as far as it is there
         self._reader: CallReader | ArgumentsReader | None = None
         self._xml: XmlArguments | None = None
+        self._custom = custom
+        self._input: InputReader | None = None
         self.num_calls = 0
         self._state = self._table[start]
         self._exits = exits_of(tuple(self._state.exits))
@@ -78,6 +84,12 @@ class Parser:
     @property
     def is_thinking(self) -> bool:
         return self._state.text == "reasoning"
+
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether those of the last call have begun, or have to, and have no end: the answer has ended within them."""
+        reader = self._reader
+        return (self._xml is not None or (reader is not None and reader.is_open)) and self._is_wanted()
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """What is new."""
@@ -203,6 +215,9 @@ class Parser:
         if kind not in IN_CALL and self._xml is not None:
             self._xml.end()
             self._xml = None
+        if kind not in IN_CALL and self._input is not None:
+            self._input.finish()
+            self._input = None
 
     def _give_up(self) -> None:
         """It was no call."""
@@ -213,6 +228,8 @@ class Parser:
     def _end(self) -> None:
         if self._reader is not None:
             self._reader.finish()
+        if self._input is not None:
+            self._input.finish()
         if self._is_pending:
             self._raw += self._cut(len(self._buffer))
             self._give_up()
@@ -249,12 +266,19 @@ class Parser:
     def _begin_call(self, name: str) -> None:
         self._raw, self._is_pending, self._blank, self._is_trimmed = "", False, "", True
         self.num_calls += 1
-        if self._is_wanted():
-            self._events.append(Event("call", name, self.num_calls - 1))
+        self._input = InputReader(partial(self._show_part, "input")) if name in self._custom else None
+        self._show_part("call" if self._input is None else "custom", name)
 
     def _show_arguments(self, text: str) -> None:
-        if text and self._is_wanted():
-            self._events.append(Event("arguments", text, self.num_calls - 1))
+        if self._input is None:
+            self._show_part("arguments", text)
+        else:
+            self._input.feed(text)
+
+    def _show_part(self, kind: str, text: str) -> None:
+        """Of the last call. A name is shown even if it is empty."""
+        if (text or kind in ("call", "custom")) and self._is_wanted():
+            self._events.append(Event(kind, text, self.num_calls - 1))
 
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self.num_calls <= self._max_calls
@@ -263,7 +287,8 @@ class Parser:
 def _merged(events: list[Event]) -> list[Event]:
     merged: list[Event] = []
     for event in events:
-        if merged and event.kind != "call" and (merged[-1].kind, merged[-1].call) == (event.kind, event.call):
+        is_name = event.kind in ("call", "custom")
+        if merged and not is_name and (merged[-1].kind, merged[-1].call) == (event.kind, event.call):
             event = event._replace(text=merged.pop().text + event.text)
         merged.append(event)
     return merged

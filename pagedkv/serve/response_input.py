@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+from .custom import arguments_of
 from .errors import ApiError
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -64,14 +65,16 @@ class Messages:
         kind = item.get("type", "message")
         if kind == "message":
             self._take_message(where, item)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             name = _text(where, item, "name")
             if isinstance(item.get("namespace"), str):  # see flat_tools()
                 name = f"{item['namespace']}.{name}"
-            function = {"name": name, "arguments": _text(where, item, "arguments")}
+            is_custom = kind == "custom_tool_call"
+            arguments = arguments_of(_text(where, item, "input")) if is_custom else _text(where, item, "arguments")
+            function = {"name": name, "arguments": arguments}
             call = {"id": _text(where, item, "call_id"), "type": "function", "function": function}
             self._turn("tool_calls").setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             content = "\n".join(_texts(f"{where}.output", item.get("output")))
             self.found.append({"role": "tool", "tool_call_id": _text(where, item, "call_id"), "content": content})
         elif kind == "reasoning":

@@ -22,8 +22,15 @@ from .server import Server, warn
 from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
 
+KINDS = ("function", "custom")  # of tools of the client
 # Of the server, which clients offer in every request: the model has none of them to call.
 NO_TOOLS = ("web_search", "web_search_preview", "image_generation", "tool_search")
+
+# By the kind of an Event: the type of the item, its field, the events that tell of that, and the prefix of its id.
+CALLS = {
+    "call": ("function_call", "arguments", "function_call_arguments", "fc"),
+    "custom": ("custom_tool_call", "input", "custom_tool_call_input", "ctc"),
+}
 
 
 @dataclass(kw_only=True)
@@ -125,13 +132,15 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(choice: dict[str, Any]) -> dict[str, Any]:
-    return choice if "function" in choice else {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    kind = choice.get("type")
+    return choice if kind not in KINDS or kind in choice else {"type": kind, kind: {"name": choice.get("name")}}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function" or "function" in tool:
+    kind = tool.get("type")
+    if kind not in KINDS or kind in tool:
         return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return {"type": kind, kind: {key: value for key, value in tool.items() if key != "type"}}
 
 
 async def _whole(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
@@ -164,7 +173,8 @@ class ResponseWriter:
         self._thoughts.take(piece.token_ids, self._parser)
         if piece.finish_reason is not None:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-            self._close(self._status)
+            is_cut = self._parser.is_in_arguments if self._kind in CALLS else self._status == "incomplete"
+            self._close("incomplete" if is_cut else "completed")
             self._tell(f"response.{self._status}", response=self.response())
 
     def last(self, error: ApiError | None) -> bytes:
@@ -202,20 +212,21 @@ class ResponseWriter:
     # --- items
 
     def _take(self, event: Event) -> None:
-        kind = "call" if event.kind == "arguments" else event.kind
-        if event.kind == "call" or kind != self._kind:
+        kind = {"arguments": "call", "input": "custom"}.get(event.kind, event.kind)
+        if event.kind in CALLS or kind != self._kind:
             self._close("completed")
             self._open(event)
-        if event.kind != "call":
+        if event.kind not in CALLS:
             self._add(event.text)
 
     def _open(self, event: Event) -> None:
         self._kind = event.kind
         number, item = uuid.uuid4().hex, dict[str, Any]()
-        if event.kind == "call":
+        if event.kind in CALLS:
+            kind, name, _, prefix = CALLS[event.kind]
             item = {
-                "type": "function_call", "id": f"fc_{number}", "call_id": call_id(self._turn.calls),
-                **self._names.get(event.text, {"name": event.text}), "arguments": "", "status": "in_progress",
+                "type": kind, "id": f"{prefix}_{number}", "call_id": call_id(self._turn.calls),
+                **self._names.get(event.text, {"name": event.text}), name: "", "status": "in_progress",
             }  # fmt: skip
         elif event.kind == "reasoning":
             item = {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [], "status": "in_progress"}
@@ -234,9 +245,10 @@ class ResponseWriter:
 
     def _add(self, text: str) -> None:
         item = self._items[-1]
-        if self._kind == "call":
-            item["arguments"] += text
-            self._tell("response.function_call_arguments.delta", **self._place(), delta=text)
+        if self._kind in CALLS:
+            _, name, event, _ = CALLS[self._kind]
+            item[name] += text
+            self._tell(f"response.{event}.delta", **self._place(), delta=text)
             return
         part = item["content"][0]
         part["text"] += text
@@ -247,10 +259,10 @@ class ResponseWriter:
             return
         item, place = self._items[-1], self._place()
         item["status"] = status
-        if self._kind == "call":
-            self._tell(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-            )
+        if self._kind in CALLS:
+            _, name, event, _ = CALLS[self._kind]
+            named = {"name": item["name"]} if self._kind == "call" else {}
+            self._tell(f"response.{event}.done", **place, **named, **{name: item[name]})
         else:
             part = item["content"][0]
             self._tell(

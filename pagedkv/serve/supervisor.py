@@ -36,10 +36,10 @@ class Ended(Exception):
 
 
 class Supervisor:
-    """listener: bound; the front ends listen there. options: theirs, but for the facts of the model."""
+    """listeners: bound; the front ends listen there. options: theirs, but for the facts of the model."""
 
-    def __init__(self, listener: socket.socket, options: Options, num_front_ends: int) -> None:
-        self._listener, self._options, self._num_front_ends = listener, options, num_front_ends
+    def __init__(self, listeners: list[socket.socket], options: Options, num_front_ends: int) -> None:
+        self._listeners, self._options, self._num_front_ends = listeners, options, num_front_ends
         self._counts = shared_counts(num_front_ends)
         self._processes: list[Process] = []
         self._controls: set[socket.socket] = set()  # of the front ends
@@ -77,7 +77,8 @@ class Supervisor:
     def _signal(self) -> None:
         self._num_signals += 1
         self._signalled.set()
-        self._listener.close()
+        for each in self._listeners:
+            each.close()
         for control in self._controls:
             with suppress(OSError):  # it has just ended
                 control.send(DRAIN if self._num_signals == 1 else STOP)
@@ -110,7 +111,8 @@ class Supervisor:
         control, control_end = socket.socketpair()
         engine, engine_end = socket.socketpair()
         with control_end, engine, engine_end:
-            descriptors = (each.fileno() for each in (control_end, engine_end, self._listener, self._counts))
+            own = (each.fileno() for each in (control_end, engine_end, self._counts))
+            descriptors = [*own, *(each.fileno() for each in self._listeners)]
             process = await children.start("pagedkv.serve.front_end", *descriptors)
             self._processes = [each for each in self._processes if each.returncode is None] + [process]
             socket.send_fds(self._host, [b"+"], [engine.fileno()])
@@ -146,7 +148,8 @@ class Supervisor:
 
     async def _end(self) -> None:
         """Closes what keeps the others alive, and waits until they have ended."""
-        self._listener.close()
+        for each in self._listeners:
+            each.close()
         os.close(self._lifeline)
         self._host.close()
         self._counts.close()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .custom import function_of
 from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
 
@@ -19,11 +20,14 @@ GAP = {"type": "regex", "pattern": r"[ \n]{0,4}"}
 
 @dataclass
 class Tools:
-    """definitions: what the template gets; schemas: of the parameters, by name; choice: of CHOICES, or a name."""
+    """definitions: what the template gets; schemas: of the parameters, by name; choice: of CHOICES, or a name; custom:
+    the names of those whose input is a text; has_grammars: for such texts."""
 
     definitions: list[dict[str, Any]] = field(default_factory=list)
     schemas: dict[str, Any] = field(default_factory=dict)
     strict: set[str] = field(default_factory=set)
+    custom: set[str] = field(default_factory=set)
+    has_grammars: bool = False
     choice: str = "none"
     is_parallel: bool = True
 
@@ -43,12 +47,18 @@ def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
     """As /v1/chat/completions has them. A tool may have the name of a choice: {"function": {"name": "auto"}}."""
     found = Tools(is_parallel=is_parallel is not False)
     for i, tool in enumerate(tools or ()):
+        is_custom = tool.get("type") == "custom"
+        if is_custom:
+            tool, has_grammar = function_of(f"tools[{i}]", tool)
+            found.has_grammars |= has_grammar
         if tool.get("type") != "function":
-            text = f"tools[{i}] is of type {str(tool.get('type'))[:100]!r}: only functions are served"
+            text = f"tools[{i}] is of type {str(tool.get('type'))[:100]!r}: only functions and custom tools are served"
             raise ApiError(400, text, param="tools")
         if not isinstance(tool.get("function"), dict):
             raise ApiError(400, f"tools[{i}] has no function", param="tools")
         _add(found, i, tool)
+        if is_custom:
+            found.custom.add(tool["function"]["name"])
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice = _allow(choice, found)
     found.choice = _choice(choice, found)
@@ -89,10 +99,11 @@ def _choice(choice: Any, tools: Tools) -> str:
     if choice is None:
         return "auto" if tools.schemas else "none"
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in tools.schemas:
-            text = f"tool_choice is {json.dumps(choice)[:200]}, which is no function of tools"
+        kind = choice.get("type")
+        named = choice.get(kind) if kind in ("function", "custom") else None
+        name = named.get("name") if isinstance(named, dict) else None
+        if not isinstance(name, str) or name not in tools.schemas or (name in tools.custom) != (kind == "custom"):
+            text = f"tool_choice is {json.dumps(choice)[:200]}, which is no function of tools, and no custom tool"
             raise ApiError(400, text, param="tool_choice")
         return name
     if choice not in CHOICES:

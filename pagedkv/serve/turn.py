@@ -13,6 +13,7 @@ from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.messages import parse_arguments
 
+from .custom import plain_call
 from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel
@@ -45,7 +46,8 @@ class Turn:
         start = self.start
         if start == "answer" and self.calls is not None and self.tools.must_be_called:
             start = self.calls.forced
-        return Parser(self.calls, self.tools.schemas, start, None if self.tools.is_parallel else 1)
+        most = None if self.tools.is_parallel else 1
+        return Parser(self.calls, self.tools.schemas, start, most, self.tools.custom)
 
 
 async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) -> Turn:
@@ -67,6 +69,8 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     if tools.strict and not tools.must_be_called and tools.may_be_called and not can_be_strict:
         tools.strict.clear()
         warn(headers, ["tools.strict"])
+    if tools.has_grammars and tools.may_be_called:
+        warn(headers, ["tools.format"])
     if shape is not None and start == "answer" and calls is None:
         params = replace(params, structured_outputs=shape)
     else:
@@ -123,8 +127,8 @@ def _apply_effort(effort: str | None, variables: dict[str, Any], template: str, 
 
 
 def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """With the arguments of calls as dicts, which some templates need and others write as JSON; and "system" for the
-    role "developer", which few templates know."""
+    """With the arguments of calls as dicts, which some templates need and others write as JSON; calls of custom tools
+    as those of functions; and "system" for the role "developer", which few templates know."""
     if '"developer"' not in template and "'developer'" not in template:
         messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     for i, message in enumerate(messages):
@@ -134,7 +138,8 @@ def _messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, A
             raise ApiError(400, text, param="messages")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
             raise ApiError(400, f"messages[{i}]: tool_calls is no list of calls", param="messages")
-    return parse_arguments(messages)
+    called = [[plain_call(each) for each in message.get("tool_calls") or ()] for message in messages]
+    return parse_arguments([m | {"tool_calls": c} if c else m for m, c in zip(messages, called, strict=True)])
 
 
 def _start_of_ids(tail: str) -> str:

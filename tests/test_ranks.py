@@ -220,9 +220,9 @@ def test_ctrl_c_is_for_the_first_rank_alone(folder, expected):
     often = """
 import os, signal, threading, time
 def interrupt():
-    for _ in range(40):
+    for _ in range(2000):
         os.killpg(0, signal.SIGINT)
-        time.sleep(0.01)
+        time.sleep(0.0002)
 signal.signal(signal.SIGINT, lambda *_: None)
 threading.Thread(target=interrupt, daemon=True).start()
 """

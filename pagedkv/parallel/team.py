@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,10 @@ class Team:
             stack.callback(os.close, self.comm_fd)
             ring_fd = memory_file("pagedkv ring", ring_bytes(num_ranks, slot_bytes))
             try:
-                with ThreadPoolExecutor(1) as thread:  # an interrupt, which is the main thread's, might lose a process
+                # An interrupt, which is the main thread's, might lose a process. One that reaches a process before it
+                # has a session of its own is held back by the thread's mask, which it keeps.
+                held = signal.SIG_BLOCK, {signal.SIGINT}
+                with ThreadPoolExecutor(1, initializer=signal.pthread_sigmask, initargs=held) as thread:
                     for rank in range(1, num_ranks):
                         how = module, (num_ranks, slot_bytes), (ring_fd, self.comm_fd), environment(num_threads)
                         thread.submit(_start, self._watch, members, rank, *how).result()

@@ -219,7 +219,7 @@ def test_an_interrupt_at_the_start(folder, monkeypatch, owner, name):
 
     def interrupted(*args, **options):
         result = call(*args, **options)
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal does: to the process, not to this thread
         return result
 
     monkeypatch.setattr(owner, name, interrupted)

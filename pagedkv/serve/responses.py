@@ -126,17 +126,13 @@ def _response_format(form: Any) -> dict[str, Any]:
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     """As chats have it."""
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        allowed = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
+        allowed = [_tool(each) if isinstance(each, dict) else each for each in choice["tools"]]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
-    return _named(choice)
-
-
-def _named(choice: dict[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type")
-    return choice if kind not in KINDS or kind in choice else {"type": kind, kind: {"name": choice.get("name")}}
+    return _tool(choice)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or the choice of one, as chats have it."""
     kind = tool.get("type")
     if kind not in KINDS or kind in tool:
         return tool

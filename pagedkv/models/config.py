@@ -126,7 +126,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "vocab_size": count(raw, "vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": count(raw, "intermediate_size"),
-        "num_layers": count(raw, "num_hidden_layers"),
+        "num_layers": count_layers(raw),
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -161,13 +161,13 @@ def experts_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    return (0,) * count(raw, "num_hidden_layers")
+    return (0,) * count_layers(raw)
 
 
 def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Qwen's: use_sliding_window switches the windows on; layer_types, or max_window_layers, says which layers have
     them."""
-    num_layers = count(raw, "num_hidden_layers")
+    num_layers = count_layers(raw)
     has_windows = flag(raw, "use_sliding_window") and raw["sliding_window"] is not None
     num_full = raw["max_window_layers"] if has_windows else num_layers
     if not isinstance(num_full, int):
@@ -189,8 +189,13 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(count(raw, "sliding_window") if each == "sliding_attention" else 0 for each in types)
 
 
-def count(raw: Mapping[str, Any], name: str) -> int:
-    value, bits = raw[name], 16 if name == "num_hidden_layers" else 31
+def count_layers(raw: Mapping[str, Any]) -> int:
+    """Each has entries in lists before any weight is read: hence fewer than others may be."""
+    return count(raw, "num_hidden_layers", bits=16)
+
+
+def count(raw: Mapping[str, Any], name: str, bits: int = 31) -> int:
+    value = raw[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**bits:
         raise ValueError(f"{name} is {reprlib.repr(value)} but must be a positive integer below 2**{bits}")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import DecoderConfig, Keys, checked, common_fields, count
+from .config import DecoderConfig, Keys, checked, common_fields, count, count_layers
 from .decoder import Decoder
 from .spec import Family
 
@@ -34,7 +34,7 @@ def _windows(raw: dict[str, Any]) -> tuple[int, ...]:
     others = [each for each in raw.get("layer_types") or () if each != kind]
     if others:
         raise NotImplementedError(f"layer_types holds {others[0]!r} but sliding_window is {raw['sliding_window']!r}")
-    return (window,) * count(raw, "num_hidden_layers")
+    return (window,) * count_layers(raw)
 
 
 FAMILY = Family(parse, Decoder)

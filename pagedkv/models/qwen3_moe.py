@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import ExpertsConfig, Keys, checked, common_fields, count, experts_fields, no_windows
+from .config import ExpertsConfig, Keys, checked, common_fields, count, count_layers, experts_fields, no_windows
 from .config_keys import flag
 from .decoder import Decoder
 from .layers import MLP, Attention, Block, Experts, GatedMLP
@@ -51,7 +51,7 @@ class Qwen3MoE(Decoder):
 
 def parse(raw: dict[str, Any], generation: dict[str, Any]) -> ExpertsConfig:
     raw = checked(raw, KEYS)
-    has_bias, num_layers = flag(raw, "attention_bias"), count(raw, "num_hidden_layers")
+    has_bias, num_layers = flag(raw, "attention_bias"), count_layers(raw)
     dense, step = raw.get("mlp_only_layers") or (), count(raw, "decoder_sparse_step")
     if not all(isinstance(i, int) for i in dense):
         raise ValueError(f"mlp_only_layers is {dense!r} but must be a list of integers")

@@ -190,7 +190,7 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def count_layers(raw: Mapping[str, Any]) -> int:
-    """Each has entries in lists before any weight is read: hence fewer than others may be."""
+    """There are lists of all layers before any weight is read, so the limit is lower than that of other counts."""
     return count(raw, "num_hidden_layers", bits=16)
 
 

@@ -9,7 +9,7 @@ enum {
     THREADS = 256,
     BATCH = 8 /* parts that a thread loads at once */
 };
-/* An SM. Where rows are few there is to be room beside decode's. */
+/* CTAs an SM: fewer where rows are few, so that they find room beside decode's CTAs. */
 template <int GROUPS>
 static constexpr int ctas_an_sm = GROUPS > 1 ? 2 : 3;
 
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, ctas_an_sm<GROUPS>)
 
 // --- launchers
 
-/* Threads share rows where these are so few that all are at work in three turns: parts are many then. */
+/* Few rows have many parts each, so threads share them. Rows are few if all of them take three turns at most that way. */
 pk_status pk_cuda_merge_parts(const pk_attention_args &args, const parts_room &room, int64_t most_cut,
                               const pk_cuda_call &call)
 {

@@ -13,7 +13,9 @@ import math
 import numpy as np
 
 WEIGHT = 0.1  # of a new measurement
-MARGIN = 1.05  # by which guesses must win
+# By which guesses must win: what was measured may be a little old; and answers that began together end at different
+# steps, the last of which have few sequences.
+MARGIN = 1.1
 OUTLIER = 2.0  # a step counts as this many times the time before at most
 FORGET_AFTER = 20_000  # steps: the context has grown, or the card is warmer
 # What as many rows more as there are sequences cost, as a share of a step without guesses, until that is measured. So a

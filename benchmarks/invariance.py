@@ -124,6 +124,10 @@ def first_difference(got: Answer, expected: Answer) -> str:
 def run(args: argparse.Namespace, first: int, end: int) -> dict[str, Any]:
     """The schedules from `first` to before `end`."""
     start, num_answers, num_tokens, preemptions, number = time.perf_counter(), 0, 0, 0, first
+
+    def is_in_time() -> bool:
+        return time.perf_counter() - start < args.seconds
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = DEMO if args.model == "demo" else nano_bench.write_shape(args.model, Path(scratch))
         alone = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "num_blocks": 64, "enable_prefix_caching": False}
@@ -132,11 +136,11 @@ def run(args: argparse.Namespace, first: int, end: int) -> dict[str, Any]:
                 np.random.default_rng(args.seed), llm.config.vocab_size, max_len(args) - MOST_TOKENS
             )
             expected = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests]
-        while number < end and time.perf_counter() - start < args.seconds:
+        while number < end and is_in_time():
             sizes = sizes_of(np.random.default_rng([args.seed, number // PER_ENGINE, 1]), args)
             with engine(folder, args, **sizes) as llm:
                 last = min(end, (number // PER_ENGINE + 1) * PER_ENGINE)
-                while number < last:
+                while number < last and is_in_time():
                     for i, got in run_schedule(llm, requests, np.random.default_rng([args.seed, number]), number):
                         num_answers, num_tokens = num_answers + 1, num_tokens + len(got[0])
                         if got != expected[i]:

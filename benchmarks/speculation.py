@@ -99,7 +99,7 @@ def source_tokens() -> list[int]:
 
 
 def random_script(batch: int, length: int, seed: int) -> tuple[list[list[int]], Script]:
-    rng = random.Random(seed)
+    rng = random.Random(1000 * batch + seed)  # what another batch was about must not be in its answers
     prompts = [[i, *(rng.randrange(FIRST_ID, 100_000) for _ in range(PROMPT - 1))] for i in range(batch)]
     return prompts, Script({i: [rng.randrange(FIRST_ID, 100_000) for _ in range(length)] for i in range(batch)})
 

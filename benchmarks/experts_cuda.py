@@ -1,10 +1,10 @@
-"""`expert_linear` on one GPU: the experts of Qwen3 30B-A3B's layers beside torch._grouped_mm and the floor.
+"""`moe_mlp` and `expert_linear` on one GPU: the experts of Qwen3 30B-A3B's layers beside torch._grouped_mm and the floor.
 
     python benchmarks/experts_cuda.py [--tokens 1,2,4,8,16,64,256,2048] [--no-record]
 
 CUDA graphs over four layers (4.8 GB of weights), measured as in dense_cuda.py; each layer has a random routing of its own. A layer
-is route_experts, the gated product and the weighed sum, which is added to the residual; `us` is a layer's time, `us_products` the
-same without route_experts. `floor` is the bytes of the experts that the tokens have, at what an H200 reads at best (peers.json).
+is moe_mlp: the router's product, route_experts, the gated product and the weighed sum, which is added to the residual; `us` is its
+time, `us_products` that of the last two as calls of their own. `floor` is the bytes of the experts that the tokens have, at what an H200 reads at best (peers.json).
 torch._grouped_mm multiplies rows that are ordered by expert already: no routing, no gate and no sum are in its time.
 """
 
@@ -22,9 +22,10 @@ HIDDEN, SIZE, EXPERTS, CHOSEN, LAYERS = 2048, 768, 128, 8, 4
 EXPERT_BYTES = 3 * HIDDEN * SIZE * 2
 
 
-def make_layers() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights of gates and ups, and of downs."""
-    return [(normal(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5, normal(EXPERTS, HIDDEN, SIZE) / SIZE**0.5) for _ in range(LAYERS)]
+def make_layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Weights of the router, of gates and ups, and of downs."""
+    shapes = (EXPERTS, HIDDEN), (EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE)
+    return [tuple(normal(*shape) / shape[-1] ** 0.5 for shape in shapes) for _ in range(LAYERS)]
 
 
 def us_of(run) -> float:
@@ -32,28 +33,20 @@ def us_of(run) -> float:
 
 
 def measure_tokens(layers, tokens: int) -> dict:
-    logits = [torch.randn(tokens, EXPERTS, device="cuda") for _ in layers]
     x, residual = normal(tokens, HIDDEN), normal(tokens, HIDDEN)
     act = torch.empty(tokens, CHOSEN, SIZE, device="cuda", dtype=torch.bfloat16)
     routes = [(torch.empty(tokens, CHOSEN, device="cuda", dtype=torch.int32), torch.empty(tokens, CHOSEN, device="cuda")) for _ in layers]
-    always = {"weight_is_constant": True}
-
-    def route(i: int) -> None:
-        ops.route_experts(logits[i], normalize=True, out_experts=routes[i][0], out_weights=routes[i][1])
-
-    def layer(i: int) -> None:
-        (up, down), (experts, weights) = layers[i], routes[i]
-        ops.expert_linear(x, up, experts, gated=True, out=act, **always)
-        ops.expert_linear(act, down, experts, weights=weights, add_to_out=True, experts_are_constant=True, out=residual, **always)
+    logits = torch.empty(tokens, EXPERTS, device="cuda")
+    always = {"weight_is_constant": True, "add_to_out": True, "out": residual}
 
     def all_of() -> None:
-        for i in range(LAYERS):
-            route(i)
-            layer(i)
+        for (router, up, down), (experts, weights) in zip(layers, routes, strict=True):
+            ops.moe_mlp(x, router, up, down, normalize=True, logits=logits, experts=experts, weights=weights, activation=act, **always)
 
     def products() -> None:
-        for i in range(LAYERS):
-            layer(i)
+        for (_, up, down), (experts, weights) in zip(layers, routes, strict=True):
+            ops.expert_linear(x, up, experts, gated=True, out=act, weight_is_constant=True)
+            ops.expert_linear(act, down, experts, weights=weights, experts_are_constant=True, **always)
 
     all_of()
     torch.cuda.synchronize()
@@ -62,7 +55,7 @@ def measure_tokens(layers, tokens: int) -> dict:
     rows, middle = normal(tokens * CHOSEN, HIDDEN), normal(tokens * CHOSEN, SIZE)
 
     def by_torch() -> None:
-        for (up, down), end in zip(layers, ends, strict=True):
+        for (_, up, down), end in zip(layers, ends, strict=True):
             torch._grouped_mm(rows, up.transpose(1, 2), offs=end)
             torch._grouped_mm(middle, down.transpose(1, 2), offs=end)
 

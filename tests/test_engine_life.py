@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from checkpoints import write_model
+from threads import in_threads
 from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
@@ -108,15 +109,7 @@ def test_two_engines_side_by_side(folder, tmp_path, device):  # noqa: F811
     other, options = write_model(tmp_path, seed=1), {"device": device, "num_blocks": 50}
     with LLM(folder, **options) as a, LLM(other, **options) as b:
         alone = [generate(engine, ["abc"], GREEDY)[0].token_ids for engine in (a, b)]
-        results = {}
-        threads = [
-            threading.Thread(target=lambda i=i, e=e: results.update({i: generate(e, ["abc"] * 5, GREEDY)}))
-            for i, e in enumerate((a, b, a, b))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results = in_threads(lambda engine: generate(engine, ["abc"] * 5, GREEDY), (a, b, a, b))
     assert alone[0] != alone[1]
     for i in range(4):
         assert [output.token_ids for output in results[i]] == [alone[i % 2]] * 5

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 from checkpoints import EOS, VOCAB_SIZE, write_model
+from threads import in_threads
 from tiny_engine import by_hand, engine, generate, news_of, place, settle  # noqa: F401
 
 from pagedkv import LLM, SamplingParams
@@ -99,40 +100,29 @@ def test_threads_share_the_engine(folder, place, seed):  # noqa: F811
     """Every way in at once; each thread gets its own outputs, and all are right."""
     with engine(folder, place, num_blocks=120) as llm:
         known = known_answers(llm)
-        problems, num_done = [], [0]
+        num_done = [0]
 
         def ask(number: int) -> None:
             rng = random.Random(seed + number)
-            try:
-                for _ in range(12):
-                    way = rng.randrange(3)
-                    requests = [request_of(rng) for _ in range(1 if way else rng.randint(1, 6))]
-                    if way == 0:
-                        outputs = llm.generate([p for p, _ in requests], [q for _, q in requests], use_tqdm=False)
-                        got = [answers(output) for output in outputs]
-                    else:
-                        (prompt, params), tokens, stream = requests[0], {}, llm.stream(*requests[0])
-                        for output in stream:
-                            for one in output.outputs:
-                                tokens.setdefault(one.index, []).extend(one.token_ids)
-                            if way == 2 and rng.random() < 0.1:
-                                stream.close()
-                                break
-                        else:
-                            got = [[tokens[i] for i in range(params.n)]]
-                            assert got == [known[tuple(prompt)]]
-                        continue
-                    assert got == [known[tuple(prompt)] for prompt, _ in requests]
+            for _ in range(12):
+                way = rng.randrange(3)
+                requests = [request_of(rng) for _ in range(1 if way else rng.randint(1, 6))]
+                if way == 0:
+                    outputs = llm.generate([p for p, _ in requests], [q for _, q in requests], use_tqdm=False)
+                    assert [answers(output) for output in outputs] == [known[tuple(prompt)] for prompt, _ in requests]
                     num_done[0] += 1
-            except BaseException as error:
-                problems.append(error)
+                    continue
+                (prompt, params), tokens, stream = requests[0], {}, llm.stream(*requests[0])
+                for output in stream:
+                    for one in output.outputs:
+                        tokens.setdefault(one.index, []).extend(one.token_ids)
+                    if way == 2 and rng.random() < 0.1:
+                        stream.close()
+                        break
+                else:
+                    assert [tokens[i] for i in range(params.n)] == known[tuple(prompt)]
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not problems, problems[0]
+        in_threads(ask, range(8))
         assert is_empty(llm) and num_done[0] > 5
 
 
@@ -271,11 +261,7 @@ def test_an_error_of_a_request_is_its_callers(folder, place, seed):  # noqa: F81
                     is_right = answers(output) == known.get(tuple(prompt)) if params.seed != 13 else None
                     results.append((params.seed == 13, output.finish_reason, str(output.error), is_right))
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(ask, range(4))
         assert is_empty(llm)
     assert {each for each in results if each[0]} == {(True, "error", "of 13", None)}
     assert {each for each in results if not each[0]} == {(False, "length", "None", True)}

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import oracle
@@ -228,19 +227,6 @@ def test_narrow_rows_need_no_wide_scratch():
     is_right, megabytes = run.stdout.split()
     assert is_right == "True"
     assert int(megabytes) < 64
-
-
-def test_threads_of_python_may_call_at_once(rng):
-    x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
-    alone, results = ops.linear(x, weight), []
-    threads = [threading.Thread(target=lambda: results.append(ops.linear(x, weight))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 6
-    for result in results:
-        np.testing.assert_allclose(result, alone, atol=1e-5)
 
 
 def floats(*shape):

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 import oracle
 import pytest
-from pools import get, put, put_sliceable
+from again import run_again
+from pools import floats, get, put, put_sliceable
 from producer import Producer
+from threads import in_threads
 
 import pagedkv
 from pagedkv import ops
@@ -229,8 +231,11 @@ def test_narrow_rows_need_no_wide_scratch():
     assert int(megabytes) < 64
 
 
-def floats(*shape):
-    return np.zeros(shape, np.float32)
+def test_threads_of_python_may_call_at_once(rng):
+    x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
+    alone = ops.linear(x, weight)
+    for result in in_threads(lambda _: ops.linear(x, weight), range(6)):
+        np.testing.assert_allclose(result, alone, atol=1e-5)
 
 
 BUFFER = floats(6, 20)
@@ -299,10 +304,7 @@ def test_x_and_out_may_be_columns_of_one_buffer(rng):
 
 def test_every_instruction_set(lesser_isa):
     """The kernels of lesser machines, and with them the BLAS, which takes over from fewer rows there."""
-    selected = ["-k", "cpu or batch or threads"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *selected]
-    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": lesser_isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    run_again(__file__, "cpu or batch or threads", PAGEDKV_CPU_ISA=lesser_isa)
 
 
 def test_numpy_is_imported_only_where_its_blas_is_wanted():

@@ -9,12 +9,7 @@ int py_salt_arg(PyObject *value, pk_salt *salt)
 {
     char *bytes = "";
     Py_ssize_t num_bytes = 0;
-    if (value && !PyBytes_Check(value)) {
-        PyObject *type = PyType_GetName(Py_TYPE(value));
-        if (type) PyErr_Format(PyExc_TypeError, "salt: must be bytes, not '%U'", type);
-        Py_XDECREF(type);
-        return -1;
-    }
+    if (value && !PyBytes_Check(value)) return py_refuse_type("salt", "bytes", Py_TYPE(value));
     if (value && PyBytes_AsStringAndSize(value, &bytes, &num_bytes) < 0) return -1;
     *salt = (pk_salt){bytes, num_bytes};
     return 0;

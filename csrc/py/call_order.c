@@ -276,13 +276,11 @@ int py_call_keep_output(py_call *call, PyObject *object)
     py_memory_written(memory, call->queue);
     if (!call->is_in_foreign_capture) return 0;
     memory->is_in_graph = true;
-    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, py_drop_later, object, &err) ==
-        PK_OK) {
-        Py_INCREF(object);
-        return 0;
-    }
-    py_raise(call->state, &err);
-    return -1;
+    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, py_drop_later, object, &err) !=
+        PK_OK)
+        return py_raise_int(call->state, &err);
+    Py_INCREF(object);
+    return 0;
 }
 
 int py_call_note_writes(py_call *call)

@@ -9,18 +9,10 @@ import textwrap
 
 import numpy as np
 import pytest
+from block_model import serve
 from threads import in_threads
 
 from pagedkv import BlockManager
-
-
-def serve(manager, seq_id, tokens, **kwargs):
-    """A request that is computed and freed; returns its hit tokens."""
-    hits = manager.allocate(seq_id, tokens, **kwargs)
-    manager.commit(seq_id, len(tokens))
-    manager.free(seq_id)
-    return hits
-
 
 # --- looking
 

@@ -169,7 +169,7 @@ class Rows:
         return get(self.memory)[self.places]
 
 
-def draw_stride(rng, rows: int, size: int, kinds: str) -> int:
+def draw_stride(rng, size: int, kinds: str) -> int:
     """dense, wide, apart, reversed, expanded (0) or overlapping"""
     kind = rng.choice(list(kinds))
     wide = size + int(rng.integers(1, 40))
@@ -182,9 +182,9 @@ def test_any_strides_of_any_number_of_rows(rng, dtype, case):
     """A library for many rows takes no strides but those of a matrix; what it refuses it does not write."""
     rows, outputs = (int(rng.choice([0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 257])) for _ in range(2))
     size = int(rng.choice([0, 1, 2, 31, 64, 100, 1030]))
-    x = Rows(rng, rows, size, draw_stride(rng, rows, size, "dwarReo" if case else "e"), dtype)
-    weight = Rows(rng, outputs, size, draw_stride(rng, outputs, size, "dwarReo"), dtype)
-    out = Rows(rng, rows, outputs, draw_stride(rng, rows, outputs, "dwarR"), "float32")
+    x = Rows(rng, rows, size, draw_stride(rng, size, "dwarReo" if case else "e"), dtype)
+    weight = Rows(rng, outputs, size, draw_stride(rng, size, "dwarReo"), dtype)
+    out = Rows(rng, rows, outputs, draw_stride(rng, outputs, "dwarR"), "float32")
     before, adds = out.values(), bool(rng.integers(2))
     ops.linear(x.tensor, weight.tensor, out=out.tensor, add_to_out=adds)
     np.testing.assert_array_equal(out.values(), x.values() @ weight.values().T + (before if adds else 0))

@@ -16,9 +16,9 @@
 
 enum {
     PART_KEYS = 1024,
-    TILE_ROWS = 128, /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
-    ITEM_ROWS = 128, /* the same over all KV heads of an item */
-    ITEMS_PER_THREAD = 4,
+    TILE_ROWS = 128,         /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
+    ITEM_ROWS = 128,         /* the same over all KV heads of an item */
+    ITEMS_PER_THREAD = 4,    /* at least, where there are heads enough: threads end at nearly the same time */
     PARALLEL_WORK = 1 << 19, /* multiplications below which waking threads costs more than it gains */
 };
 

@@ -12,12 +12,12 @@
 int py_call_note_framework(py_call *call, const char *name, const py_tensor_in *taken)
 {
     const pk_device device = taken->view.device;
-    const int64_t numel = pk_view_numel(&taken->view), enough = (int64_t)1 << 32; /* so that no sum overflows */
-    call->num_elements += numel < enough ? numel : enough;
+    const int64_t numel = pk_min(pk_view_numel(&taken->view), (int64_t)1 << 32); /* so that no sum overflows */
+    call->num_elements += numel;
     call->has_memory |= taken->memory != NULL;
     call->has_torch |= taken->exchange && taken->exchange == call->state->torch;
     if (device.type == PK_CPU) {
-        if (!taken->view.is_pinned) call->num_on_host += numel < enough ? numel : enough;
+        if (!taken->view.is_pinned) call->num_on_host += numel;
         return 0;
     }
     if (call->device.type == PK_CPU) call->device = device;

@@ -28,6 +28,15 @@ int py_int64_arg(const char *name, PyObject *value, int64_t *out)
     return overflow ? -1 : 0;
 }
 
+int py_int_in_arg(const char *name, PyObject *value, int64_t low, int64_t high, int64_t *out)
+{
+    if (py_int64_arg(name, value, out) < 0) return -1;
+    if (*out >= low && *out <= high) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: is %lld but must be in [%lld, %lld]", name, (long long)*out, (long long)low,
+                 (long long)high);
+    return -1;
+}
+
 int py_double_arg(const char *name, PyObject *value, double *out)
 {
     *out = PyFloat_AsDouble(value);

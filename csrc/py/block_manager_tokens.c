@@ -39,9 +39,10 @@ static void release_token_lists(token_lists *lists)
         py_release_ints(&lists->ints[i]);
         if (i % 64 == 63) py_yield_gil_when_due(&since);
     }
-    PY_WITHOUT_GIL(lists->num_ints >= 4096, { /* a py_ints has 300 bytes */
-                                              if (lists->tokens != &lists->one) free(lists->tokens);
-                                              if (lists->ints != &lists->one_ints) free(lists->ints);
+    enum { MANY_LISTS = 4096 }; /* a py_ints has 300 bytes */
+    PY_WITHOUT_GIL(lists->num_ints >= MANY_LISTS, {
+        if (lists->tokens != &lists->one) free(lists->tokens);
+        if (lists->ints != &lists->one_ints) free(lists->ints);
     });
 }
 

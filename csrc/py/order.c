@@ -83,7 +83,7 @@ py_queue *py_queue_of(py_state *state, pk_device device, pk_stream stream, py_st
         PyErr_NoMemory();
         return NULL;
     }
-    *queue = (py_queue){queues, backend, device, stream, id, kind, false, false, 0, 0, NULL};
+    *queue = (py_queue){.next = queues, .backend = backend, .device = device, .handle = stream, .id = id, .kind = kind};
     return queues = queue;
 }
 

@@ -16,7 +16,7 @@ import statistics
 
 import numpy as np
 from gpu_ranks import add_rank_options, machine, run_ranks
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import Event, Graph, Stream, asarray, empty, ops
 
@@ -76,12 +76,11 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 2048, 8192])
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     add_rank_options(parser)
-    add_record_option(parser)
     args = parser.parse_args()
     run_all(args) if args.rank is None else run_rank(args)
 

@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 from gpu_ranks import add_rank_options, machine, run_ranks
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import Graph, Stream, asarray, empty, ops
 
@@ -122,12 +122,11 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--replays", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--memory", default="auto", choices=["auto", "host"])
     add_rank_options(parser)
-    add_record_option(parser)
     args = parser.parse_args()
     run_all(args) if args.rank is None else run_rank(args)
 

@@ -13,7 +13,6 @@ turns over several rounds: what else the machine does hits all of them alike. Al
 pagedkv.empty, so that both sides have the same (huge) pages.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from record import add_record_option, record, version
+from record import make_parser, record, version
 
 import pagedkv
 from pagedkv import ops
@@ -123,13 +122,12 @@ def show(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=["cpu"], default="cpu")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="phases of each contestant")
     parser.add_argument("--seed", type=int, default=0)
-    add_record_option(parser)
     options = parser.parse_args()
     ops.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)

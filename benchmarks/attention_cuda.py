@@ -12,7 +12,6 @@ minutes.
     python benchmarks/attention_cuda.py [--rows 128x2048] [--no-record]
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from peers import best_decode_us
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 
@@ -170,9 +169,8 @@ def measure(case, medians: dict, device: str = "cuda") -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    add_record_option(parser)
     args = parser.parse_args()
     results, medians = [], {}
     for case in CASES:

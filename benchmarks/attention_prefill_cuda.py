@@ -12,7 +12,6 @@ of 5. Sustained: 150 ms of the same load, then 100 ms.
 PAGEDKV_CUDA_MAX_CC=80 times the kernels of compute capability 8.0 on a newer card.
 """
 
-import argparse
 import os
 import random
 import statistics
@@ -20,7 +19,7 @@ import statistics
 import torch
 from attention_cuda import burst_us, capture, time_us
 from peers import figures
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 
@@ -82,10 +81,9 @@ def measure(name, heads, query_lens, context_lens, cache_dtype) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--cache-dtype", default="bfloat16", choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--name", default="attention-cuda-prefill", help="of the file in benchmarks/results")
-    add_record_option(parser)
     args = parser.parse_args()
     results = []
     for case in CASES:

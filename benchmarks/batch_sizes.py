@@ -27,7 +27,7 @@ from pathlib import Path
 import checks
 import numpy as np
 from probe import replay_us, step_graph
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
@@ -129,7 +129,7 @@ def make_llm(model: str, args: argparse.Namespace) -> LLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
@@ -139,7 +139,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="of the numbers of sequences, each so many-th")
     parser.add_argument("--passes", type=int, default=3, help="over all numbers of sequences (default: 3)")
     parser.add_argument("--replays", type=int, default=3, help="of a step's graph in a pass (default: 3)")
-    add_record_option(parser)
     args = parser.parse_args()
     for model in args.models:
         name = f"batch-sizes-{args.device}-{model}" + ("-fp8" if args.kv_cache_dtype == "fp8" else "")

@@ -3,12 +3,11 @@
 Prints the median of several rounds with the fastest and the slowest, and writes results/block_manager.json.
 """
 
-import argparse
 import time
 from collections import OrderedDict
 
 import numpy as np
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import BlockManager
 
@@ -254,9 +253,8 @@ def is_reached(value: float, target: str | None) -> bool | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=51)
-    add_record_option(parser)
     arguments = parser.parse_args()
     rows = []
     print(f"{'':75} {'BlockManager':>14} {'(min .. max)':>26} {'plain Python':>14} {'ratio':>7}")

@@ -8,7 +8,6 @@ row is the median of `--repeats` runs; "alone" is measured again after the last,
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -60,12 +59,11 @@ def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> tuple[lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--num-requests", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
-    add_record_option(parser)
     args = parser.parse_args()
     prompts, params = requests(args.num_requests, seed=0)
     rows: list[dict] = []

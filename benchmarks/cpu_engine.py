@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from record import add_record_option, record, version
+from record import make_parser, record, version
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
@@ -234,13 +234,12 @@ def run_variant(isa: str, onednn: str | None, args: argparse.Namespace) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--isas", nargs="*", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
     parser.add_argument("--onednn", metavar="FOLDER", help="that holds a libdnnl.so.3")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    add_record_option(parser)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args.rounds, args.cases)))

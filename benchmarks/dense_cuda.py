@@ -13,7 +13,6 @@ by a build whose pk_record_bad_id does nothing.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import time
@@ -23,7 +22,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 
@@ -297,12 +296,11 @@ def load_build(path: str) -> ModuleType:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--only", default="", help="rms_norm, silu, rope, store, embedding, blocks, sample, sample_linear; with commas"
     )
     parser.add_argument("--beside", metavar="FILE", help="another build's _C.abi3.so, timed in the same run")
-    add_record_option(parser)
     parser.add_argument("--name", default="dense-cuda")
     options = parser.parse_args()
     if options.beside:

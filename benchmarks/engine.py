@@ -12,7 +12,6 @@ Writes results/engine-<device>-<model>.json, one for each model, after a run of 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 import nano_run
 from peers import figures
 from probe import Probe, print_table, probe
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -76,7 +75,7 @@ def measure_steps(llm: LLM, model: str, device: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["nano", "steps"], choices=["nano", "steps"])
@@ -85,7 +84,6 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--batch-invariant", action="store_true", help="with that option of the engine")
-    add_record_option(parser)
     args = parser.parse_args()
     ceiling = nano_bench.measure_ceiling(args.device, "bfloat16")
     print(f"{ceiling.bytes_per_second / 1e9:,.0f} GB/s, {ceiling.flops / 1e12:,.0f} TFLOP/s measured", flush=True)

@@ -8,12 +8,11 @@ than the device needs for the step before.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import numpy as np
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli.demo import DEMO_MODEL
@@ -57,9 +56,8 @@ def decodes(values: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--batch", type=int, default=256)
-    add_record_option(parser)
     args = parser.parse_args()
     times = measure(args.batch)
     medians = {part: statistics.median(values) for part, values in times.items()}

@@ -8,12 +8,11 @@ time, `us_products` that of the last two as calls of their own. `floor` is the b
 torch._grouped_mm multiplies rows that are ordered by expert already: no routing, no gate and no sum are in its time.
 """
 
-import argparse
 
 import torch
 from dense_cuda import ROTATE_BYTES, measure, normal
 from peers import figures
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import ops
 
@@ -73,9 +72,8 @@ def measure_tokens(layers, tokens: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", default="1,2,4,8,16,64,256,2048")
-    add_record_option(parser)
     options = parser.parse_args()
     layers, results = make_layers(), []
     for tokens in map(int, options.tokens.split(",")):

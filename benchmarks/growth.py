@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import torch
 from attention_cuda import Inputs, burst_us, time_us
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 HEADS, HEAD_DIM, PAGE = (16, 8), 128, 16
 PAGE_ELEMENTS = PAGE * HEADS[1] * HEAD_DIM  # of a cache
@@ -70,7 +70,7 @@ def measure(part: str, name: str, count: int, keys: int, options: dict, device: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--most-keys", type=int, default=1 << 21)
@@ -78,7 +78,6 @@ def main() -> None:
     parser.add_argument("--pool-row", nargs=2, type=int, default=POOL_ROW, metavar=("SEQUENCES", "KEYS"))
     parser.add_argument("--far-elements", type=int, default=1 << 31, help="of a cache before the far end's pages")
     parser.add_argument("--most-pages", type=int, default=1_000_000, help="of the largest pool")
-    add_record_option(parser)
     args = parser.parse_args()
     rows = []
     for case in cases(args):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import add_record_option, record
+from record import make_parser, record
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace, first: int, end: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="0.6B", choices=["demo", *nano_bench.SHAPES])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
@@ -169,7 +169,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="that share the device, and have as many engines each")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other schedule begins")
     parser.add_argument("--seed", type=int, default=0)
-    add_record_option(parser)
     args = parser.parse_args()
     each = -(-args.count // (args.processes * PER_ENGINE)) * PER_ENGINE
     end = args.first + args.count

@@ -13,7 +13,6 @@ Writes results/latency-<device>-<model>.json, one for each model.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from peers import figures
 from probe import print_table, probe
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -121,11 +120,10 @@ def measure(llm: LLM, model: str, device: str, parts: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    add_record_option(parser)
     args = parser.parse_args()
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:

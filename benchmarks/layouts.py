@@ -7,13 +7,12 @@ batches and ragged keys and values in one tensor are pages, too. Each row is the
 20 calls (5 of prefill): microseconds, and bytes of keys and values, or FLOPs, a second.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
 from attention_cuda import capture, time_us
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 
@@ -85,9 +84,7 @@ def prefills():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_record_option(parser)
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     rows = []
     for source in (decodes(torch.bfloat16), decodes(torch.float8_e4m3fn), prefills()):
         for row in source:

@@ -9,12 +9,11 @@ rows the time is that of reading the weight, so GB/s of it stand beside what pla
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import torch
-from record import add_record_option, record, version
+from record import make_parser, record, version
 
 import pagedkv
 from pagedkv import ops
@@ -75,11 +74,10 @@ def measure(outputs: int, size: int, rows: int, dtype: str, seconds: float) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=int, default=ops.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each contestant and case")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    add_record_option(parser)
     args = parser.parse_args()
     ops.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)

@@ -7,12 +7,11 @@ each other, with the gate, its division and the residual that they do on the way
 `floor` is the weights' bytes at what an H200 reads at best (peers.json). Weights are promised to be constant, as the engine does.
 """
 
-import argparse
 
 import torch
 from dense_cuda import ROTATE_BYTES, VOCAB, Call, measure, normal
 from peers import figures
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import ops
 
@@ -80,11 +79,10 @@ def step_us(model: str, rows: int, is_fused: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", default="0.6B,8B")
     parser.add_argument("--rows", default="1,8,16,64")
     parser.add_argument("--alone", action="store_true", help="each product alone, too")
-    add_record_option(parser)
     options = parser.parse_args()
     results = []
     for model in options.models.split(","):

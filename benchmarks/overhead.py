@@ -7,13 +7,12 @@ smallest, which a busy machine disturbs least. One thread: starting more is not 
 measured in lists of 100: swap_blocks without pairs reads every tensor of both lists, checks it, and does nothing.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
-from record import add_record_option, record
+from record import make_parser, record
 
 import pagedkv
 from pagedkv import ops
@@ -93,9 +92,8 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=200)
-    add_record_option(parser)
     options = parser.parse_args()
     repeats = options.repeats
     ops.set_num_threads(1)

@@ -7,13 +7,12 @@ is waited for between them, so its queue never fills. Beside ours: a call that d
 vLLM is installed its store and its FlashAttention 3, the peer's own wrappers.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from record import add_record_option, record_run, version
+from record import make_parser, record_run, version
 
 import pagedkv
 from pagedkv import ops
@@ -85,9 +84,8 @@ def peers(key, value, q, out, k_cache, v_cache, table, lens) -> dict[str, Callab
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=200)
-    add_record_option(parser)
     options = parser.parse_args()
     rows = []
     for name, call in calls().items():

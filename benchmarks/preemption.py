@@ -12,12 +12,11 @@ most requests other tokens ("half the seats" prints how many).
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import nano_run
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import SamplingParams
 from pagedkv.cli import nano_bench
@@ -68,12 +67,11 @@ def measure(shape: str, workload: nano_bench.Workload, **options) -> dict[str, d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["time", "tokens"], choices=["time", "tokens"])
     parser.add_argument("--num-requests", type=int, default=256)
-    add_record_option(parser)
     args = parser.parse_args()
     workload = nano_bench.make_workload(args.num_requests)
     greedy = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=one.max_tokens) for one in workload.params]

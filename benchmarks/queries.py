@@ -11,22 +11,19 @@ Writes results/queries-<device>.json.
 
 from __future__ import annotations
 
-import argparse
-
 import checks
 import torch
 from attention_cuda import measure
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 HEADS = (32, 8), (16, 8)
 QUERIES = (1, *checks.MOST_OF_ONE_QUERY)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--row", default="32x4096", help="sequences and the keys of each")
     parser.add_argument("--device", default="cuda")
-    add_record_option(parser)
     args = parser.parse_args()
     rows, medians = [], {}
     for heads in HEADS:

@@ -16,7 +16,6 @@ Writes results/attention-random-cuda.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import PEERS
-from record import add_record_option, commit, record
+from record import commit, make_parser, record
 
 OURS = {"ours": "planned", "ours, no plan": "plain"}
 PEER = PEERS["vllm-flash-attention-3"]
@@ -96,10 +95,9 @@ def show(cases: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--commit", help="of pagedkv that was measured (default: the checkout's)")
-    add_record_option(parser)
     args = parser.parse_args()
     found = Found()
     for path in args.files:

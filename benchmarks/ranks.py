@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rates import LONG_PROMPT, Rates
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv.cli import nano_bench
 
@@ -52,13 +52,12 @@ def rows(size: str, num_ranks: int, args: argparse.Namespace) -> Iterator[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B", "8B", "32B"], choices=nano_bench.SHAPES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=2, help="of each part, behind the first (default: 2)")
-    add_record_option(parser)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
     for size in args.models:

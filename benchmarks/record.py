@@ -55,8 +55,11 @@ def pagedkv_version() -> str:
     return __version__
 
 
-def add_record_option(parser: argparse.ArgumentParser) -> None:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """What every benchmark's command line has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="do not write benchmarks/results/<name>.json")
+    return parser
 
 
 def record(name: str, rows: list[dict], *, machine: dict | None = None, versions: dict | None = None,

@@ -5,14 +5,13 @@ The trace is JSON lines as in traces.py; a public one is mooncake_synthetic.json
 small generated trace is replayed and nothing is recorded.
 """
 
-import argparse
 import itertools
 import time
 from pathlib import Path
 
 import numpy as np
 import traces
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import BlockManager, OutOfBlocks
 
@@ -49,14 +48,13 @@ def replay(prompts: list[np.ndarray], num_blocks: int, block_size: int, eviction
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="token positions a page")
     parser.add_argument(
         "--pool-tokens", type=int, nargs="+", default=[250_000, 1_000_000, 4_000_000, 16_000_000],
         help="pool sizes in tokens; an unbounded pool is always measured too",
     )  # fmt: skip
-    add_record_option(parser)
     arguments = parser.parse_args()
 
     trace = traces.load(arguments.trace) if arguments.trace else traces.generate(np.random.default_rng(0), 1000)

@@ -9,7 +9,6 @@ generated trace is replayed and nothing is recorded.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import traces
-from record import add_record_option, record
+from record import make_parser, record
 
 from pagedkv import BlockManager, OutOfBlocks, SamplingParams
 from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -173,11 +172,10 @@ def simulate(router: type[Router], trace: list[traces.Request], count: int, pool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64], help="how many")
     parser.add_argument("--pool-tokens", type=int, default=500_000, help="the size of each one's pool, in tokens")
-    add_record_option(parser)
     args = parser.parse_args()
 
     rng = np.random.default_rng(0)

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from http_clients import ask
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 from pagedkv import LLM, AsyncEngine, SamplingParams
@@ -256,7 +256,7 @@ def measure_one(folder: Path, options: dict, vocab_size: int, num_requests: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=("front", "load", "one"), default=["load", "one"])
     parser.add_argument("--model", default="0.6B", choices=(*nano_bench.SHAPES, "demo"))
     parser.add_argument("--device", default="cuda")
@@ -265,7 +265,6 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="processes of clients (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=RATE, help="tokens/s of the stand-in (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=STREAMS, help="of the stand-in (default: %(default)s)")
-    add_record_option(parser)
     args = parser.parse_args()
     rows = []
     if "front" in args.parts:

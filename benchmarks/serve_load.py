@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import traces
 from http_clients import ask
-from record import add_record_option, cores, cpu_name, record
+from record import cores, cpu_name, make_parser, record
 
 COMMON = {"ignore_eos": True, "temperature": 0.6, "top_p": 1}
 SINGLE = 10  # requests of one client
@@ -115,7 +115,7 @@ def measure_trace(address: tuple[str, int], model: str, args: argparse.Namespace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--name", required=True, help="of the server, for the record: serve-load-NAME.json")
     parser.add_argument("--streams", type=int, nargs="*", default=[256, 64, 1])
@@ -127,7 +127,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=120, help="of the trace, from its start (default: %(default)s)")
     parser.add_argument("--max-len", type=int, default=40_960, help="of a prompt and its answer (default: %(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.8, 1.0])
-    add_record_option(parser)
     args = parser.parse_args()
     host, _, port = args.address.rpartition(":")
     address = (host, int(port))

@@ -9,7 +9,6 @@ Requests longer than the model's length are refused, and counted. Without a trac
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import traces
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.cli import nano_bench
@@ -71,14 +70,13 @@ def summary(llm: LLM, all_served: Served, seconds: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines, see traces.py")
     parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=60, help="of the trace, from its start (default: 60)")
     parser.add_argument("--speed", type=float, default=1, help="how much faster than it was recorded (default: 1)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="tokens of a step (default: 4096)")
-    add_record_option(parser)
     args = parser.parse_args()
     if args.trace:
         requests = traces.load_requests(args.trace)

@@ -23,7 +23,7 @@ from typing import Any
 
 from peers import figures
 from rates import Rates
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv.cli import nano_bench
 
@@ -71,12 +71,11 @@ def rows(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=2, help="of each part, behind the first (default: 2)")
-    add_record_option(parser)
     args = parser.parse_args()
     found = [row for name in args.models for row in rows(name, args)]
     record_run(args, f"small-weights-{args.device}", found, args.device)

@@ -10,7 +10,6 @@ Writes results/soak.json.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -19,7 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from record import add_record_option, record
+from record import make_parser, record
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -73,11 +72,10 @@ class Soak:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=32)
     parser.add_argument("--abort", type=float, default=0.2)
-    add_record_option(parser)
     args = parser.parse_args()
     rows = []
     with LLM(FOLDER, device="cpu", block_size=4, num_blocks=120, max_num_seqs=32, seed=0) as llm:

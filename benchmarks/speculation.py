@@ -16,14 +16,13 @@ Writes results/speculation-<device>-<model>.json.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import tempfile
 import time
 from pathlib import Path
 
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 import pagedkv
 from pagedkv import LLM, SamplingParams
@@ -174,14 +173,13 @@ def measure(bench: Bench, parts: list[str], batches: list[int]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--length", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--guesses", type=int, default=7, help="num_speculative_tokens")
-    add_record_option(parser)
     args = parser.parse_args()
     for model in args.models:
         rows = []

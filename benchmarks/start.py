@@ -12,7 +12,6 @@ Writes results/start-<device>-<model>[-<quantization>].json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
@@ -21,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv.cli import nano_bench
 
@@ -96,13 +95,12 @@ def start(folder: Path, options: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["8B"], choices=nano_bench.SHAPES)
     parser.add_argument("--quantization", help="as the option of LLM")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the files go (default: the folder of temporary files)")
-    add_record_option(parser)
     args = parser.parse_args()
     options = {"device": args.device} | ({"quantization": args.quantization} if args.quantization else {})
     for model in args.models:

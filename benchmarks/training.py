@@ -10,7 +10,6 @@ The tokens of a few prompts must be the same before and after. Writes results/tr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.cli import nano_bench
@@ -95,11 +94,10 @@ def measure_sleep(llm: LLM, device: str, runs: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["0.6B", "8B"], choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=5)
-    add_record_option(parser)
     args = parser.parse_args()
     rows = []
     for size in args.models:

@@ -34,7 +34,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import add_record_option, record, version
+from record import make_parser, record, version
 
 SHAPES = {  # hidden, intermediate, layers, query heads, KV heads, head_dim, tied embeddings, vocabulary
     "0.6B": (1024, 3072, 28, 16, 8, 128, True, 151936),
@@ -243,7 +243,7 @@ def compare(rows: list[dict], backends: list[str]) -> dict:
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="0.6B")
     parser.add_argument("--dtype", default="bfloat16", help="float32: FLASH_ATTN has none, take TRITON_ATTN beside PAGEDKV")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -252,7 +252,6 @@ def parse_args():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of more arguments of LLM()")
     parser.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="for vLLM's processes")
-    add_record_option(parser)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)

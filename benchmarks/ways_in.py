@@ -14,7 +14,6 @@ Random weights. Writes results/ways-in-<device>-<model>.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -25,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from record import add_record_option, record_run
+from record import make_parser, record_run
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
@@ -143,12 +142,11 @@ def measure_host(num_runs: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="0.6B", choices=nano_bench.SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=("nano", "first", "host"), default=["nano", "first"])
-    add_record_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder, rows = nano_bench.write_shape(args.model, Path(scratch)), []

@@ -138,6 +138,9 @@ typedef void *pk_stream; /* cudaStream_t; ignored by the CPU */
 typedef void *pk_event;  /* cudaEvent_t */
 typedef void *pk_graph;  /* cudaGraphExec_t */
 
+static inline int64_t pk_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t pk_max(int64_t a, int64_t b) { return a > b ? a : b; }
+
 #ifdef __cplusplus
 }
 #endif

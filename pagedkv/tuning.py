@@ -68,8 +68,8 @@ def tune_linear(
             alike[_kind_of(layer)].append(layer)
     rows, num_measured, known = sorted(set(num_rows)), 0, _Known()
     for layers in alike.values():
-        weight, is_quantized = layers[0]["weight"], "weight_scales" in layers[0]
-        if is_quantized and dtype is None:
+        weight = layers[0]["weight"]
+        if dtype is None and "weight_scales" in layers[0]:
             raise ValueError("dtype: is that of x, which quantised weights do not say")
         outputs, size = weight.shape[0], weight.shape[1] * (2 if weight.dtype == "uint8" else 1)
         stream = Stream(weight.device)
@@ -81,9 +81,7 @@ def tune_linear(
             library, algorithms = ops.linear_algorithms(x, **layers[0], out=out)
             if not algorithms:
                 continue
-            product = f"{count} rows, weight {outputs}x{size} stride {weight.strides[0]}, {x.dtype} to {out.dtype}"
-            product += f", of {weight.dtype}" if is_quantized else ""
-            product += ", added" if add_to_out else ""
+            product = _name_of(x, layers[0], out, add_to_out)
             if not _use(x, layers[0], known.get(library, product), out):
                 if not has_numbers:
                     _fill(all_x)
@@ -108,6 +106,14 @@ def _kind_of(layer: Layer) -> Any:
     """What is the same of layers that are timed together."""
     each = [(name, x.shape, x.strides, x.dtype) if isinstance(x, Tensor) else (name, *x) for name, x in layer.items()]
     return tuple(sorted(each))
+
+
+def _name_of(x: Tensor, layer: Layer, out: Tensor, add_to_out: bool) -> str:
+    """Of a product, in the files."""
+    weight = layer["weight"]
+    shape = f"{len(x)} rows, weight {out.shape[1]}x{x.shape[1]} stride {weight.strides[0]}"
+    of = f", of {weight.dtype}" if "weight_scales" in layer else ""
+    return f"{shape}, {x.dtype} to {out.dtype}{of}{', added' if add_to_out else ''}"
 
 
 def _use(x: Tensor, layer: Layer, algorithm: bytes | None, out: Tensor) -> bool:

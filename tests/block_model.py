@@ -275,3 +275,11 @@ class Model:
                 n = min(max(len(seq.tokens) - index * self.block_size, 0), self.block_size)
                 fill[id(page)] = max(fill.get(id(page), 0), n)
         return sum(self.block_size - n for n in fill.values())
+
+
+def serve(manager, seq_id, tokens, **kwargs):
+    """A request of a BlockManager that is computed and freed; returns its hit tokens."""
+    hits = manager.allocate(seq_id, tokens, **kwargs)
+    manager.commit(seq_id, len(tokens))
+    manager.free(seq_id)
+    return hits

@@ -6,6 +6,9 @@ lesser_isa  an instruction set below the CPU's own, for PAGEDKV_CPU_ISA, which c
 cuda        "cuda:0", for tests with the mark gpu; skips where there is none
 torch       PyTorch, for tests with the mark gpu; no bad id may be recorded before or behind them that they do not
             expect
+folder      a tiny model with random weights (a file of tests may have another one)
+place       where an engine of it computes, and how many steps late its host learns the tokens: one on a GPU, but both work
+llm         an engine of it in such a place (tiny_engine.py); cpu_llm: on the CPU
 
 `pytest` tests the installed package, wherever it is run; `python -m pytest` in a checkout tests the checkout's own,
 which needs `make build`. The import below fails where the package found is a folder of sources without an extension.
@@ -103,3 +106,31 @@ def no_error_is_left(request):
     yield
     if request.node.get_closest_marker("gpu") and ops.build_info()["cuda_problem"] is None:
         ops.check_errors()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from checkpoints import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=[0, 1])
+def place(request, device) -> tuple[str, int]:
+    return device, request.param
+
+
+@pytest.fixture
+def llm(folder, place):
+    from tiny_engine import engine
+
+    with engine(folder, place) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[0, 1])
+def cpu_llm(folder, request):
+    from tiny_engine import engine
+
+    with engine(folder, ("cpu", request.param)) as llm:
+        yield llm

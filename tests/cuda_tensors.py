@@ -28,7 +28,7 @@ def make_pool(torch, num_seqs, longest, heads, kv_heads, head_dim, page):
     return q, caches[0], caches[1], tables
 
 
-def make_chunks(torch, rng, queries, contexts, heads, head_dim, page):
+def make_chunks(torch, queries, contexts, heads, head_dim, page):
     """(q, k_cache, v_cache, tables, lens), and what tells them apart: these queries at the end of these contexts."""
     lens = torch.tensor(contexts, device="cuda", dtype=torch.int32)
     _, *others = make_pool(torch, len(contexts), max(contexts), *heads, head_dim, page)

@@ -14,15 +14,6 @@ TOOLKITS = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/loca
 HEADERS = next((path for path in (Path(t) / "include" for t in TOOLKITS if t) if (path / "cuda_fp8.h").exists()), None)
 
 
-FUSING = "-O2", "-mfma", "-ffp-contract=fast"
-
-
-def can_fuse():
-    """Whether this CPU adds a product in one instruction."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and " fma " in info.read_text()
-
-
 def struct_of(*names):
     """A struct of so many int."""
     return type("Struct", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int) for name in names]})
@@ -58,3 +49,11 @@ def load(folder, source, function, *more_options):
         assert problem is None, problem
 
     return call
+
+
+def load_fusing(folder, source, function):
+    """Compiled so that products which are added to something may become one instruction, as a GPU's compiler does."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or " fma " not in info.read_text():
+        pytest.skip("this CPU has no such instruction")
+    return load(folder, source, function, "-O2", "-mfma", "-ffp-contract=fast")

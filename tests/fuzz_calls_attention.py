@@ -13,7 +13,7 @@ def head_sizes(d: Draw) -> tuple[int, int, int]:
     return kv_heads * d.one_of(1, 1, 2, 3), kv_heads, d.one_of(8, 8, 8, 16, 24, 32, 64, 256 if d.is_large else 40)
 
 
-def draw_batch(d: Draw, dtype: str, cache_dtype: str, heads, has_key_starts=False) -> dict:
+def draw_batch(d: Draw, cache_dtype: str, heads, has_key_starts=False) -> dict:
     """Tables and pools of sequences whose queries are `lens`; what no query may see is NaN, or a page that is none."""
     _, num_kv_heads, head_dim = heads
     seqs = d.size(4)
@@ -74,7 +74,7 @@ def draw_plan_rows(d: Draw) -> View:
 def draw_attention(d: Draw) -> dict:
     dtype, heads = d.dtype(), head_sizes(d)
     cache_dtype = F8 if d.maybe(0.3) else dtype
-    b = draw_batch(d, dtype, cache_dtype, heads, has_key_starts=d.maybe(0.3))
+    b = draw_batch(d, cache_dtype, heads, has_key_starts=d.maybe(0.3))
     seqs, q_heads, shape = len(b["lens"]), heads[0], (b["num_tokens"], heads[0], heads[2])
     slopes = (seqs, q_heads) if d.rng.random() < 0.5 else (q_heads,)
     a = {

@@ -29,54 +29,25 @@ def dump(manager, ids=range(-1, 8)):
     return state, manager.stats(), repr(manager), len(manager)
 
 
-def draw_call(rng, manager) -> tuple[str, list, dict]:
-    name = pick(
-        rng,
-        ["allocate"] * 4
-        + ["append"] * 4
-        + ["commit"] * 2
-        + [
-            "allocate_batch",
-            "match",
-            "can_allocate",
-            "append_batch",
-            "reserve",
-            "reserve_batch",
-            "commit_batch",
-            "fork",
-            "truncate",
-            "free",
-            "free_batch",
-            "swap_out",
-            "swap_in",
-            "block_table",
-            "token_ids",
-            "num_tokens",
-            "num_computed",
-            "prepare",
-            "reset_prefix_cache",
-            "check",
-            "stats",
-        ],
-    )
+OF_ONE_SEQUENCE = "free", "swap_out", "swap_in", "block_table", "token_ids", "num_tokens", "num_computed"
+
+
+def draw_number(rng):
+    return int(rng.integers(0, 12)) if rng.random() < 0.9 else pick(rng, NOT_NUMBERS)
+
+
+def draw_tokens(rng):
+    few = [int(t) for t in rng.integers(0, 2, rng.integers(0, 12))]
+    if rng.random() < 0.1:
+        few.insert(0, pick(rng, [-1, 2**31, 2**31 - 1, 1.5, None, "a"]))
+    fits = None not in few and "a" not in few and max(few, default=0) < 2**31
+    arrays = [np.array(few, pick(rng, ["i4", "i8"]))] * 2 if fits else []
+    return pick(rng, [few] * 4 + [tuple(few), draw_number(rng), pick(rng, NOT_TENSORS)] + arrays)
+
+
+def draw_call(rng) -> tuple[str, list, dict]:
     seq = lambda: int(rng.integers(0, 6)) if rng.random() < 0.95 else pick(rng, [-1, 2**63 - 1, -(2**63), *NOT_NUMBERS])
-    number = lambda: int(rng.integers(0, 12)) if rng.random() < 0.9 else pick(rng, NOT_NUMBERS)
-
-    def tokens():
-        few = [int(t) for t in rng.integers(0, 2, rng.integers(0, 12))]
-        if rng.random() < 0.1:
-            few.insert(0, pick(rng, [-1, 2**31, 2**31 - 1, 1.5, None, "a"]))
-        return pick(
-            rng,
-            [few] * 4
-            + [tuple(few), number(), pick(rng, NOT_TENSORS)]
-            + (
-                [np.array(few, pick(rng, ["i4", "i8"]))] * 2
-                if None not in few and "a" not in few and max(few, default=0) < 2**31
-                else []
-            ),
-        )
-
+    number, tokens = (lambda: draw_number(rng)), (lambda: draw_tokens(rng))
     several = lambda make: pick(rng, [[make() for _ in range(rng.integers(0, 4))]] * 9 + [pick(rng, NOT_TENSORS)])
     salt = {"salt": pick(rng, [b"", b"a", b"\0" * 100, *NOT_NUMBERS])} if rng.random() < 0.2 else {}
     table = {
@@ -101,8 +72,9 @@ def draw_call(rng, manager) -> tuple[str, list, dict]:
             {n: number() for n in ("max_tokens", "max_seqs", "max_blocks") if rng.random() < 0.2},
         ),
     }
-    args, options = table.get(name, lambda: ([seq()], {}))()
-    return name, args, options
+    table |= dict.fromkeys(OF_ONE_SEQUENCE, lambda: ([seq()], {}))
+    name = pick(rng, [*table, *["allocate", "append"] * 3, "commit"])
+    return name, *table[name]()
 
 
 def follow(shadow: dict, name: str, args):
@@ -142,7 +114,7 @@ def try_manager(rng, report) -> str:
     manager = pagedkv.BlockManager(int(rng.integers(1, 14)), int(rng.integers(1, 5)), **options)
     shadow: dict[int, list[int]] = {}
     for _ in range(rng.integers(1, 25)):
-        before, (name, args, keywords) = dump(manager), draw_call(rng, manager)
+        before, (name, args, keywords) = dump(manager), draw_call(rng)
         done, _ = attempt(report, f"{name}(*{args!r}, **{keywords})", lambda: getattr(manager, name)(*args, **keywords))
         manager.check()
         if not done and dump(manager) != before:

@@ -183,7 +183,7 @@ def expect_rope(a) -> dict:
 def draw_qkv(d: Draw) -> dict:
     dtype, heads = d.dtype(), head_sizes(d)
     cache_dtype = F8 if d.maybe(0.3) else dtype
-    b = draw_batch(d, dtype, cache_dtype, heads)
+    b = draw_batch(d, cache_dtype, heads)
     tokens, block_size = b["num_tokens"], b["pools"][0].shape[1]
     slots = np.full(tokens, -1)
     for s, (context, n) in enumerate(zip(b["contexts"], b["lens"], strict=True)):

@@ -133,6 +133,11 @@ def make_batch(case: AttentionCase, rng) -> Batch:
 # --- to a device and back
 
 
+def floats(*shape: int) -> np.ndarray:
+    """float32 zeros, for a call whose numbers do not matter."""
+    return np.zeros(shape, np.float32)
+
+
 def put(x, device: str, dtype: str | None = None):
     """A NumPy array on `device`: as pagedkv.Tensor of `dtype` where that is given (x holds numbers of it)."""
     import pagedkv

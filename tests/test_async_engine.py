@@ -11,6 +11,7 @@ from inspect import signature
 import pytest
 from checkpoints import EOS, write_model
 from test_engine_threads import FINAL, answers, is_empty, known_answers, request_of
+from threads import in_threads
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
@@ -188,8 +189,7 @@ def test_readers_are_woken_while_the_device_computes(llm, monkeypatch, num_behin
 
 
 def test_several_event_loops(llm, seed):
-    known, problems = known_answers(llm), []
-    engine = AsyncEngine(llm)
+    known, engine = known_answers(llm), AsyncEngine(llm)
 
     async def main(number):
         rng = random.Random(seed + number)
@@ -198,18 +198,7 @@ def test_several_event_loops(llm, seed):
             async for output in engine.generate(prompt, params):
                 assert answers(output) == known[tuple(prompt)]
 
-    def run(number):
-        try:
-            asyncio.run(main(number))
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems
+    in_threads(lambda number: asyncio.run(main(number)), range(4))
 
 
 def test_its_own_engine(folder):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import oracle
 import pytest
+from again import run_again
 from cases import ATTENTION_CASES, AttentionCase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,10 +131,8 @@ def test_rows_that_see_only_huge_negative_logits(rng, device, dtype, num_queries
 
 def test_every_instruction_set(lesser_isa):
     """The whole list once more in a process whose dispatch is capped: the test above is of the best one."""
-    environment = os.environ | {"PAGEDKV_CPU_ISA": lesser_isa}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, "-k", "test_case and cpu"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert f" {len(ATTENTION_CASES)} passed" in result.stdout, result.stdout + result.stderr
+    said = run_again(__file__, "test_case and cpu", PAGEDKV_CPU_ISA=lesser_isa)
+    assert f" {len(ATTENTION_CASES)} passed" in said, said
 
 
 def test_an_unknown_instruction_set_is_reported():

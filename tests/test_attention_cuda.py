@@ -141,7 +141,7 @@ def test_what_is_read_before_a_layer_has_stored_its_keys(torch, rng, batch, long
             torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_plan_for_something_else(torch, rng):
+def test_a_plan_for_something_else(torch):
     """Refused where the shapes say so, recorded where only the device can tell; the call after it is right."""
     tensors = make_pool(torch, 20, 2000, 16, 8, 128, 16)
     lens = torch.full((20,), 1500, device="cuda", dtype=torch.int32)
@@ -208,7 +208,7 @@ def test_a_plan_that_was_changed(torch, rng, kind):
         "merged apart": ([1] * 3, [20000, 700, 9000], (12, 1), 256),
         "mixed": ([300, 1, 500, 1], [5000, 700, 500, 9000], (16, 4), 128),
     }[kind]
-    (q, *others), arguments = make_chunks(torch, rng, *shape, 16)
+    (q, *others), arguments = make_chunks(torch, *shape, 16)
     batches = [(each, *others) for each in (q, torch.randn_like(q), torch.randn_like(q))]
     plan = pagedkv.plan_attention(*batches[0], **arguments)
     expected = [pagedkv.paged_attention_fwd(*each, **arguments, plan=plan) for each in batches]

@@ -23,9 +23,7 @@ def test_prompts_whose_keys_are_cut_into_parts(torch, rng, kind):
             queries[chunks:] = [1] * (len(queries) - chunks)
         order = rng.permutation(len(queries))
         queries, contexts = [queries[i] for i in order], [int(past[i]) + queries[i] for i in order]
-        tensors, arguments = make_chunks(
-            torch, rng, queries, contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256]))
-        )
+        tensors, arguments = make_chunks(torch, queries, contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256])))
         if kind == "window":
             arguments["window_size"] = int(rng.integers(0, 5000)), int(rng.integers(0, 9))
         elif kind == "all keys seen":
@@ -51,7 +49,7 @@ def test_layers_that_mix_prompts_and_decodes(torch, rng, past):
     for _ in range(6):
         queries = [1] * int(rng.integers(1, 60)) + rng.integers(2, 300, rng.integers(1, 4)).tolist()
         contexts = [n + int(rng.integers(0, past)) for n in queries]
-        tensors, arguments = make_chunks(torch, rng, queries, contexts, (16, 8), 128, 16)
+        tensors, arguments = make_chunks(torch, queries, contexts, (16, 8), 128, 16)
         q, k_cache, v_cache, tables, lens = tensors
         starts, seqs = arguments["cu_seqlens_q"].tolist(), len(queries)
         slots = torch.cat([
@@ -193,7 +191,7 @@ def test_num_splits_makes_bits_independent_of_long_prompts_beside(torch, rng):
     """With head_dim 64 long prompts may be taken in larger items, and a sink shows where an item begins."""
     queries = [700, 130, 900, 800]
     contexts = [n + int(rng.integers(0, 300)) for n in queries]
-    (q, k_cache, v_cache, tables, lens), ends = make_chunks(torch, rng, queries, contexts, (16, 8), 64, 16)
+    (q, k_cache, v_cache, tables, lens), ends = make_chunks(torch, queries, contexts, (16, 8), 64, 16)
     options = {"sinks": torch.randn(16, device="cuda"), "num_splits": 1}
     together = pagedkv.paged_attention_fwd(q, k_cache, v_cache, tables, lens, **ends, **options)
     for seq, (own_q, expected) in enumerate(zip(q.split(queries), together.split(queries), strict=True)):

@@ -31,7 +31,7 @@ def draw(torch, rng):
     queries[rng.integers(count)] = int(rng.integers(200, 900))
     past = rng.integers(0, 20000 // count + 1, count) * rng.integers(0, 2, count)
     contexts = [int(n) for n in queries + past]
-    return make_chunks(torch, rng, queries.tolist(), contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256])))
+    return make_chunks(torch, queries.tolist(), contexts, heads, head_dim, int(rng.choice([8, 16, 64, 256])))
 
 
 def test_a_planned_call_gives_the_same_bits(torch, rng):
@@ -91,7 +91,7 @@ def test_items_cover_every_token_and_key_once(torch, rng):
         if i < 2:  # one whose items are cut, and one whose are not
             kv_heads, group, count, queries, contexts = 1, 8, 1, 300, [(300, 40000)[i]]
         shape = [queries] * count, contexts, (kv_heads * group, kv_heads), int(rng.choice([64, 128, 256])), 16
-        tensors, arguments = make_chunks(torch, rng, *shape)
+        tensors, arguments = make_chunks(torch, *shape)
         work = (queries - 1) * count * kv_heads * group * shape[3] * tensors[3].shape[1] * 16
         if queries * group <= 32 or work < 2e8:
             continue  # may be the decode kernel's as a whole
@@ -121,9 +121,9 @@ def test_items_cover_every_token_and_key_once(torch, rng):
     assert 1 in numbers_of_parts and max(numbers_of_parts) > 3 and num_batches >= 10
 
 
-def test_a_list_of_other_lengths(torch, rng):
+def test_a_list_of_other_lengths(torch):
     """Recorded, or refused where the shapes say so."""
-    tensors, arguments = make_chunks(torch, rng, [300, 1, 500], [5000, 700, 500], (16, 4), 128, 16)
+    tensors, arguments = make_chunks(torch, [300, 1, 500], [5000, 700, 500], (16, 4), 128, 16)
     plan = pagedkv.plan_attention(*tensors, **arguments)
     shorter = [*tensors[:4], tensors[4] - 1]
     pagedkv.paged_attention_fwd(*shorter, **arguments, plan=plan)
@@ -132,14 +132,14 @@ def test_a_list_of_other_lengths(torch, rng):
     whole = pagedkv.plan_attention(*tensors, **arguments, window_size=(100, 0))  # too few keys to cut items
     with pytest.raises(ValueError, match=r"plan: has \d+ rows but a batch of these shapes needs \d+"):
         pagedkv.paged_attention_fwd(*tensors, **arguments, plan=whole)
-    tensors, arguments = make_chunks(torch, rng, [300], [5000], (16, 4), 128, 16)  # nothing is the decode kernel's
+    tensors, arguments = make_chunks(torch, [300], [5000], (16, 4), 128, 16)  # nothing is the decode kernel's
     other = pagedkv.plan_attention(*tensors, **arguments, window_size=(4000, 0))
     pagedkv.paged_attention_fwd(*tensors, **arguments, plan=other)
     with pytest.raises(ValueError, match=r"plan: row \d+ was not made for these shapes"):
         ops.check_errors()
 
 
-def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng):
+def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch):
     """One item, two, five: parts are counted in steps that reach as many as the GPU has processors. With 6 and 12 query
     heads of a KV head items have 2 and 4 of them. Of ten items four threads merge what one does of 27."""
     shapes = (
@@ -149,7 +149,7 @@ def test_few_items_over_many_keys_in_up_to_a_part_for_each_processor(torch, rng)
     )  # fmt: skip
     for kv_heads, group, queries, past, head_dim in shapes:
         heads = group * kv_heads, kv_heads
-        tensors, arguments = make_chunks(torch, rng, [queries], [past + queries], heads, head_dim, 16)
+        tensors, arguments = make_chunks(torch, [queries], [past + queries], heads, head_dim, 16)
         out, lse = pagedkv.paged_attention_fwd(*tensors, **arguments, return_lse=True)
         expected, expected_lse = simple_kernel(*tensors, **arguments, return_lse=True)
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2)

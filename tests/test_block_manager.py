@@ -7,17 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from block_model import serve
 
 from pagedkv import BlockManager, OutOfBlocks
-
-
-def serve(manager, seq_id, tokens, **kwargs):
-    """A request that is computed and freed; returns its hit tokens."""
-    hits = manager.allocate(seq_id, tokens, **kwargs)
-    manager.commit(seq_id, len(tokens))
-    manager.free(seq_id)
-    return hits
-
 
 # --- prefix hits
 

@@ -6,21 +6,13 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 
 import numpy as np
 import pytest
+from block_model import serve
+from threads import in_threads
 
 from pagedkv import BlockManager
-
-
-def serve(manager, seq_id, tokens, **kwargs):
-    """A request that is computed and freed; returns its hit tokens."""
-    hits = manager.allocate(seq_id, tokens, **kwargs)
-    manager.commit(seq_id, len(tokens))
-    manager.free(seq_id)
-    return hits
-
 
 # --- looking
 
@@ -73,28 +65,19 @@ def test_every_method_has_a_docstring_and_a_signature():
 
 def test_calls_from_many_threads_are_atomic():
     manager = BlockManager(4096, 4)
-    errors = []
 
     def work(first):
-        try:
-            for i in range(300):
-                ids = [first + i, first + i + 100_000]
-                manager.allocate_batch(ids, [range(i % 50), range(10)])
-                manager.append_batch(ids, [1, 2])
-                manager.prepare(ids, [0, 0], [1, 1])
-                manager.fork(ids[0], -ids[0] - 1)
-                manager.append(ids[0], [3] * 5)
-                manager.commit(ids[1], 10)
-                manager.free_batch([*ids, -ids[0] - 1])
-        except BaseException as error:
-            errors.append(error)
+        for i in range(300):
+            ids = [first + i, first + i + 100_000]
+            manager.allocate_batch(ids, [range(i % 50), range(10)])
+            manager.append_batch(ids, [1, 2])
+            manager.prepare(ids, [0, 0], [1, 1])
+            manager.fork(ids[0], -ids[0] - 1)
+            manager.append(ids[0], [3] * 5)
+            manager.commit(ids[1], 10)
+            manager.free_batch([*ids, -ids[0] - 1])
 
-    threads = [threading.Thread(target=work, args=(t * 1000,)) for t in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, range(0, 6000, 1000))
     manager.check()
     assert len(manager) == 0 and manager.stats()["used"] == 0
 

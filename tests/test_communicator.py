@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pools import get, put
 from ranks import Ranks
+from threads import in_threads
 
 from pagedkv import Event, Stream, ops
 from pagedkv.ops import Communicator, GroupError
@@ -23,47 +24,16 @@ def memory():
     os.close(descriptor)
 
 
-def join_in_threads(memory, size, **options):
-    """On the CPU ranks may be threads of one process. What each gets: a Communicator or what it raised."""
-    got = [None] * size
-
-    def join(rank):
-        try:
-            got[rank] = Communicator(rank, size, memory, **options)
-        except Exception as error:
-            got[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return got
-
-
-def in_threads(functions):
-    results = [None] * len(functions)
-
-    def run(i):
-        try:
-            results[i] = functions[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def join_in_threads(memory, size):
+    """On the CPU ranks may be threads of one process."""
+    return in_threads(lambda rank: Communicator(rank, size, memory), range(size))
 
 
 def test_ranks_of_one_process(memory):
     comms = join_in_threads(memory, 3)
     assert [(comm.rank, comm.size, comm.device) for comm in comms] == [(0, 3, "cpu"), (1, 3, "cpu"), (2, 3, "cpu")]
     x = np.ones((2, 5), np.float32)
-    sums = in_threads([lambda comm=comm: ops.all_reduce(x * (comm.rank + 1), comm) for comm in comms])
-    for each in sums:
+    for each in in_threads(lambda comm: ops.all_reduce(x * (comm.rank + 1), comm), comms):
         np.testing.assert_array_equal(each, 6 * x)
     for comm in comms:
         comm.check()
@@ -79,7 +49,7 @@ def test_a_large_group_by_threads(memory):
     comms = join_in_threads(memory, 8)
     x = np.ones((1, 3), np.float32)
     for _ in range(5):
-        for each in in_threads([lambda comm=comm: ops.all_reduce(x, comm) for comm in comms]):
+        for each in in_threads(lambda comm: ops.all_reduce(x, comm), comms):
             np.testing.assert_array_equal(each, 8 * x)
 
 
@@ -296,8 +266,11 @@ def test_two_kernels_at_once(cuda, tmp_path):
 
 @pytest.mark.gpu
 def test_ranks_of_one_process_on_a_gpu(cuda, memory):
-    for error in join_in_threads(memory, 2, device=cuda):
-        assert "are one process, and CUDA opens no memory of its own process" in str(error)
+    def join(rank):
+        with pytest.raises(ValueError, match="are one process, and CUDA opens no memory of its own process"):
+            Communicator(rank, 2, memory, cuda)
+
+    in_threads(join, range(2))
 
 
 @pytest.mark.gpu
@@ -326,7 +299,7 @@ def test_a_rank_that_makes_one_call_fewer():
 def test_one_call_at_a_time(memory):
     """Of one communicator: the second thread is refused."""
     comms = join_in_threads(memory, 2)
-    waiting = threading.Thread(target=lambda: in_threads([lambda: ops.all_reduce(X, comms[0])]))
+    waiting = threading.Thread(target=lambda: ops.all_reduce(X, comms[0]))
     waiting.start()
     time.sleep(0.1)
     with pytest.raises(ValueError, match="comm: another thread is in a call with it"):

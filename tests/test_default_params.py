@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, engine, folder, generate, place  # noqa: F401
+from tiny_engine import GREEDY, engine, generate
 
 from pagedkv import LLM, OutOfBlocks, SamplingParams
 from pagedkv.engine.build import read_default_params
@@ -100,7 +100,7 @@ def test_none_is_the_default_of_every_option():
 
 @pytest.mark.parametrize("wanted", [None, 253, 254, 10**6])
 @pytest.mark.parametrize("count", [1, 3, 254, 255])
-def test_an_answer_fills_what_the_model_leaves(folder, place, wanted, count):  # noqa: F811
+def test_an_answer_fills_what_the_model_leaves(folder, place, wanted, count):
     """Its end is called "length", and the first tokens are those of a short answer."""
     with engine(folder, place) as llm:
         output = generate(llm, [[5] * count], replace(GREEDY, max_tokens=wanted))[0]
@@ -113,7 +113,7 @@ def test_an_answer_fills_what_the_model_leaves(folder, place, wanted, count):  #
 
 
 @pytest.mark.parametrize("count", [1, 31, 32])
-def test_an_answer_fills_what_the_pool_leaves(folder, place, count):  # noqa: F811
+def test_an_answer_fills_what_the_pool_leaves(folder, place, count):
     """Eight pages of four tokens: the last token's KV is never computed. A number that was given is not made smaller."""
     with engine(folder, place, num_blocks=8) as llm:
         prompts, params = [[7] * count] * 3, replace(GREEDY, max_tokens=None)
@@ -126,7 +126,7 @@ def test_an_answer_fills_what_the_pool_leaves(folder, place, count):  # noqa: F8
         assert len(generate(llm, prompts, params)[0].token_ids) == 65 - count
 
 
-def test_an_answer_that_ends_by_itself(folder, place):  # noqa: F811
+def test_an_answer_that_ends_by_itself(folder, place):
     with engine(folder, place) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, stop_token_ids=[3], logit_bias={3: 1000.0})
         output = generate(llm, ["abc"], params)[0]
@@ -138,7 +138,7 @@ def test_an_answer_that_ends_by_itself(folder, place):  # noqa: F811
 # --- classes of one's own
 
 
-def test_subclasses_have_arguments_of_their_own(folder):  # noqa: F811
+def test_subclasses_have_arguments_of_their_own(folder):
     class Params(SamplingParams):
         def __init__(self, label: str, **options):
             super().__init__(**options)

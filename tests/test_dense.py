@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from pools import get, put, put_sliceable
+from pools import floats, get, put, put_sliceable
 
 from pagedkv import ops
 
@@ -123,10 +123,6 @@ def test_silu_at_the_ends(device):
 
 
 # --- refusals
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 
 import numpy as np
 import pytest
 from elastic_buffers import MIB, address, fill, to_numpy
+from threads import in_threads
 
 import pagedkv
 from pagedkv import Graph, Stream, ops
@@ -103,7 +103,6 @@ def test_operations_work_in_it(device: str, rng: np.random.Generator) -> None:
 def test_threads_take_turns(device: str, seed: int) -> None:
     """Some resize; others make tensors, which a shrink refuses to cut."""
     buffer = ElasticBuffer(64 * MIB, device)
-    failures: list[BaseException] = []
 
     def resize(rng: np.random.Generator) -> None:
         try:
@@ -120,20 +119,12 @@ def test_threads_take_turns(device: str, seed: int) -> None:
         fill(tensor[-1:], np.array([number], np.uint8))
         assert tensor[-1:].shape == (1,)
 
-    def run(action, number: int) -> None:
+    def work(number: int) -> None:
         rng = np.random.default_rng([seed, number])
-        try:
-            for _ in range(60):
-                action(rng)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(60):
+            (use if number % 2 else resize)(rng)
 
-    threads = [threading.Thread(target=run, args=(action, i)) for i, action in enumerate([resize, use] * 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, range(6))
     buffer.resize(0)
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
-from tiny_engine import GREEDY, cpu_llm, engine, folder, generate, llm, place  # noqa: F401
+from tiny_engine import GREEDY, engine, generate
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine.scheduling.step import Step
@@ -15,12 +15,12 @@ from pagedkv.engine.scheduling.step import Step
 # --- stopping
 
 
-def test_stops_at_every_eos_id(tmp_path, place):  # noqa: F811
+def test_stops_at_every_eos_id(tmp_path, place):
     """generation_config.json may hold several, config.json one more."""
     plain = write_model(tmp_path / "plain")
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     params = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
-    with engine(plain, place) as llm:  # noqa: F811
+    with engine(plain, place) as llm:
         free = [output.token_ids for output in generate(llm, prompts, params)]
     eos = [EOS, 7, 50]
     stopping = write_model(tmp_path / "eos", eos_token_id=eos[0], generation={"eos_token_id": eos[1:]})
@@ -43,7 +43,7 @@ def test_stops_at_every_eos_id(tmp_path, place):  # noqa: F811
 # --- sampling
 
 
-def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):  # noqa: F811
+def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):
     """Alone, in a batch, in chunks (which draw no random numbers), from the cache, after preemption of both kinds."""
     rng = np.random.default_rng(8)  # fixed: see test_qwen3
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 9, 40, 90, 40)]
@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):  # n
     ]
     results = []
     for options in engines:
-        with engine(folder, place, **options) as llm:  # noqa: F811
+        with engine(folder, place, **options) as llm:
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             results.append([generate(llm, [p], sp)[0].token_ids for p, sp in zip(prompts, params, strict=True)])
@@ -69,7 +69,7 @@ def test_a_seed_gives_the_same_tokens_whatever_surrounds_it(folder, place):  # n
     assert len({tuple(tokens) for tokens in results[0]}) == 5
 
 
-def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):  # noqa: F811
+def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):
     """Its pages have their heads first in memory."""
     rng = np.random.default_rng(8)
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (9, 40, 90, 40, 40)]
@@ -77,7 +77,7 @@ def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):  # noqa: F811
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     results = []
     for options in ({"num_blocks": 200}, {"num_blocks": 36, "swap_space": 1 << 20}):
-        with engine(folder, ("cpu", 0), kv_cache_dtype="fp8", **options) as llm:  # noqa: F811
+        with engine(folder, ("cpu", 0), kv_cache_dtype="fp8", **options) as llm:
             results.append([output.token_ids for output in generate(llm, prompts, params)])
             assert (llm.scheduler.queues.num_swaps > 0) == ("swap_space" in options)
             caches = [cache for pair in llm._runner.caches.layers for cache in pair]
@@ -85,20 +85,20 @@ def test_an_fp8_cache_is_swapped_and_shared_as_any_other(folder):  # noqa: F811
     assert results[0] == results[1]
 
 
-def test_unseeded_requests_draw_from_the_engine(folder, place):  # noqa: F811
+def test_unseeded_requests_draw_from_the_engine(folder, place):
     params = SamplingParams(temperature=1.0, max_tokens=20)
     tokens = []
     for seed in (1, 1, 2, None, None):
-        with engine(folder, place, seed=seed) as llm:  # noqa: F811
+        with engine(folder, place, seed=seed) as llm:
             tokens.append([output.token_ids for output in generate(llm, ["abc"] * 3, params)])
     assert tokens[0] == tokens[1]
     assert len({str(t) for t in tokens[1:]}) == 4
     assert len({tuple(t) for t in tokens[0]}) == 3, "each request has a seed of its own"
 
 
-def test_temperature_follows_the_distribution(cpu_llm):  # noqa: F811
+def test_temperature_follows_the_distribution(cpu_llm):
     """The first token of many requests against softmax(logits / temperature)."""
-    llm, recorded = cpu_llm, []  # noqa: F811
+    llm, recorded = cpu_llm, []
     runner = llm._runner
     sample, logits = runner.sampler.sample, runner.sampler.logits
     runner.sampler.sample = lambda inputs: (sample(inputs), recorded.append(logits.numpy()[0].copy()))
@@ -117,15 +117,15 @@ def test_temperature_follows_the_distribution(cpu_llm):  # noqa: F811
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 24, 40])
-def test_any_batch_size(folder, place, max_num_seqs):  # noqa: F811
+def test_any_batch_size(folder, place, max_num_seqs):
     """Sizes between two captured graphs must not crash: nothing is special about one between two powers of two."""
     prompts = [[i % VOCAB_SIZE, 3] for i in range(50)]
-    with engine(folder, place, max_num_seqs=max_num_seqs) as llm:  # noqa: F811
+    with engine(folder, place, max_num_seqs=max_num_seqs) as llm:
         tokens = [output.token_ids for output in generate(llm, prompts, GREEDY)]
         assert [generate(llm, [p], GREEDY)[0].token_ids for p in prompts[:5]] == tokens[:5]
 
 
-def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm, monkeypatch):  # noqa: F811
+def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm, monkeypatch):
     """Two steps are on their way at most; one where the host is not behind."""
     runner, calls, steps = cpu_llm._runner, [], []
     launch, tokens = runner.launch, Step.tokens
@@ -152,7 +152,7 @@ def test_the_host_asks_for_tokens_after_the_next_launch(cpu_llm, monkeypatch):  
 # --- numbers
 
 
-def test_metrics_and_stats(llm):  # noqa: F811
+def test_metrics_and_stats(llm):
     outputs = generate(llm, ["abcdefgh" * 4, "abcdefgh" * 4 + "x"], GREEDY)
     for output in outputs:
         assert 0 < output.metrics.time_to_first_token < output.metrics.total_time
@@ -164,7 +164,7 @@ def test_metrics_and_stats(llm):  # noqa: F811
     assert 0 < stats.host_seconds < stats.prefill_seconds + stats.decode_seconds
 
 
-def test_repr(llm):  # noqa: F811
+def test_repr(llm):
     # Others on the GPU count, too, and what they give back counts against.
     uses = "" if llm.device == "cpu" else "".join(rf", {use} -?\d+\.\d\d" for use in llm.memory if use != "pool")
     assert re.fullmatch(
@@ -178,9 +178,9 @@ def test_repr(llm):  # noqa: F811
 
 
 def test_without_a_tokenizer(tmp_path):
-    folder = write_model(tmp_path)  # noqa: F811
+    folder = write_model(tmp_path)
     (folder / "tokenizer.json").unlink()
-    with LLM(folder, device="cpu") as llm:  # noqa: F811
+    with LLM(folder, device="cpu") as llm:
         output = generate(llm, [[1, 2, 3]], GREEDY)[0]
         assert output.text is None and len(output.token_ids) == 12
         with pytest.raises(FileNotFoundError, match="tokenizer.json is missing"):

@@ -13,18 +13,13 @@ from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
-from checkpoints import ALPHABET, write_model
+from checkpoints import ALPHABET
 from tiny_engine import GREEDY, generate
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv._C import _pack_ids
 from pagedkv.engine import options as engine_options
 from pagedkv.engine.options import EngineOptions
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -33,11 +33,6 @@ def anywhere(device):
     return device, 1
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def draw_prompts(seed: int, count: int) -> list[list[int]]:
     rng = random.Random(seed)
     stem = [rng.randrange(VOCAB_SIZE) for _ in range(40)]

@@ -29,11 +29,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 POOL = {"block_size": 4, "num_blocks": 600}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def tokens_of(folder, prompts, params, **options) -> list[list[int]]:
     with LLM(folder, **POOL | options) as llm:
         poison(llm)

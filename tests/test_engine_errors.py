@@ -8,20 +8,20 @@ import threading
 import numpy as np
 import pytest
 from checkpoints import TINY, VOCAB_SIZE, random_weights, safetensors_bytes, write_model
-from tiny_engine import GREEDY, cpu_llm, engine, folder, generate, llm, place, settle  # noqa: F401
+from tiny_engine import GREEDY, engine, generate, settle
 
 from pagedkv import LLM, OutOfBlocks, SamplingParams, ops
 
 # --- requests that fail, alone
 
 
-def test_a_request_without_finite_logits_fails_alone(tmp_path, place):  # noqa: F811
+def test_a_request_without_finite_logits_fails_alone(tmp_path, place):
     """A token whose embedding is NaN: its request ends with an error, in a batch with ones that go on to the end."""
-    folder, bad = write_model(tmp_path), VOCAB_SIZE - 1  # noqa: F811
+    folder, bad = write_model(tmp_path), VOCAB_SIZE - 1
     weights = random_weights(TINY)
     weights["model.embed_tokens.weight"][bad] = np.nan
     (folder / "model.safetensors").write_bytes(safetensors_bytes(weights))
-    with engine(folder, place) as llm:  # noqa: F811
+    with engine(folder, place) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
         outputs = generate(llm, ["abc", [1, bad], "xyz", [bad]], GREEDY)
         assert [outputs[0].token_ids, outputs[2].token_ids] == expected
@@ -35,7 +35,7 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path, place):  # noqa: 
             ops.check_errors()
 
 
-def test_bad_requests_fail_alone(llm):  # noqa: F811
+def test_bad_requests_fail_alone(llm):
     """An empty prompt, or one larger than the pool or the model, gets its own error; the others get their tokens."""
     expected = generate(llm, ["abc"], GREEDY)[0].token_ids
     prompts = ["abc", [], "", [VOCAB_SIZE], [-1], [2**40], [1] * 256, "abc"]
@@ -59,14 +59,14 @@ def test_bad_requests_fail_alone(llm):  # noqa: F811
     assert outputs[3].prompt_token_ids == [VOCAB_SIZE]
 
 
-def test_a_request_larger_than_the_pool_fails_alone(folder, place):  # noqa: F811
-    with engine(folder, place, num_blocks=8) as llm:  # noqa: F811
+def test_a_request_larger_than_the_pool_fails_alone(folder, place):
+    with engine(folder, place, num_blocks=8) as llm:
         small, large, edge = generate(llm, ["abc", [1] * 22, [1] * 21], GREEDY)
     assert small.error is None and edge.error is None
     assert isinstance(large.error, OutOfBlocks) and "need 9 pages of 4 tokens but the pool has 8" in str(large.error)
 
 
-def test_a_prompt_to_the_very_end_of_the_model(llm):  # noqa: F811
+def test_a_prompt_to_the_very_end_of_the_model(llm):
     """The rotary table has a row for every position that can be asked for."""
     output = generate(llm, [[5] * 244], GREEDY)[0]
     assert output.error is None and len(output.token_ids) == 12
@@ -75,9 +75,9 @@ def test_a_prompt_to_the_very_end_of_the_model(llm):  # noqa: F811
 # --- the engine goes on
 
 
-def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):  # noqa: F811
+def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch):
     """Where each step fails, each request gets the error, as its own."""
-    llm = cpu_llm  # noqa: F811
+    llm = cpu_llm
     expected = generate(llm, ["abc", "xyz"], GREEDY)
     calls = 0
 
@@ -100,7 +100,7 @@ def test_the_engine_goes_on_after_an_error_within_a_step(cpu_llm, monkeypatch): 
 
 
 @pytest.mark.parametrize("moment", ["before the launch", "after the launch", "waiting for tokens"])
-def test_the_engine_goes_on_after_an_error(llm, monkeypatch, moment):  # noqa: F811
+def test_the_engine_goes_on_after_an_error(llm, monkeypatch, moment):
     """Whatever steps are on their way then. It was no request's error: all are tried again, and none fails."""
     prompts = [[i] * 9 for i in range(12)]
     expected = [output.token_ids for output in generate(llm, prompts, GREEDY)]
@@ -132,9 +132,9 @@ def test_the_engine_goes_on_after_an_error(llm, monkeypatch, moment):  # noqa: F
 
 
 @pytest.mark.parametrize("num_updates", [1, 2, 5])
-def test_logprobs_are_those_of_the_tokens_after_an_error(cpu_llm, monkeypatch, num_updates):  # noqa: F811
+def test_logprobs_are_those_of_the_tokens_after_an_error(cpu_llm, monkeypatch, num_updates):
     """It comes when a token's log probability is known, before the token is taken."""
-    llm = cpu_llm  # noqa: F811
+    llm = cpu_llm
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     expected = generate(llm, [[1, 2, 3]], params)[0].outputs[0]
     updates, update = iter(range(num_updates)), llm.scheduler.update
@@ -151,7 +151,7 @@ def test_logprobs_are_those_of_the_tokens_after_an_error(cpu_llm, monkeypatch, n
     assert answer.cumulative_logprob == pytest.approx(expected.cumulative_logprob, rel=1e-4)
 
 
-def test_an_answer_that_fails_has_logprobs_of_its_tokens_alone(llm):  # noqa: F811
+def test_an_answer_that_fails_has_logprobs_of_its_tokens_alone(llm):
     def fails_third(request, tokens):
         if len(tokens) == 2:
             raise LookupError("the third")
@@ -162,16 +162,16 @@ def test_an_answer_that_fails_has_logprobs_of_its_tokens_alone(llm):  # noqa: F8
     assert answer.cumulative_logprob == pytest.approx(sum(logprobs))
 
 
-def test_a_number_that_is_taken_is_no_automatic_id(llm):  # noqa: F811
+def test_a_number_that_is_taken_is_no_automatic_id(llm):
     taken = [llm.add_request([1, 2], GREEDY, str(number)) for number in range(5)]
     given = [llm.add_request([1, 2], GREEDY) for _ in range(3)]
     assert generate(llm, [[1], [2]], GREEDY)[1].error is None
     assert len({*taken, *given}) == 8
 
 
-def test_ctrl_c(folder, device):  # noqa: F811
+def test_ctrl_c(folder, device):
     """A real one, from another thread's signal: generate() ends soon, and the engine serves the next request."""
-    with LLM(folder, device=device, num_blocks=1000, max_num_seqs=4) as llm:  # noqa: F811
+    with LLM(folder, device=device, num_blocks=1000, max_num_seqs=4) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "xyz"], GREEDY)]
         endless = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
         timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, engine, folder, generate, settle  # noqa: F401
+from tiny_engine import GREEDY, engine, generate, settle
 
 from pagedkv import LLM, AsyncEngine, BlockManager, SamplingParams
 from pagedkv.engine import RequestOutputKind
@@ -41,7 +41,7 @@ def raising(function, number, error):
 # --- the prompt's own log probabilities
 
 
-def test_a_saved_cache_has_no_scored_prompts(folder, tmp_path):  # noqa: F811
+def test_a_saved_cache_has_no_scored_prompts(folder, tmp_path):
     """Sequences have the same ids in every process, so their salts may not follow from them."""
     with engine(folder, ("cpu", 0)) as llm:
         expected = generate(llm, [PROMPT], SCORED)[0].prompt_logprobs
@@ -54,7 +54,7 @@ def test_a_saved_cache_has_no_scored_prompts(folder, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_step_that_is_lost_while_a_prompt_is_scored(folder, behind, number):  # noqa: F811
+def test_a_step_that_is_lost_while_a_prompt_is_scored(folder, behind, number):
     """Its pages are computed, and in the cache, but nobody was told of its log probabilities."""
     with engine(folder, ("cpu", behind), max_num_batched_tokens=16) as llm:
         expected = generate(llm, [PROMPT], SCORED)[0].prompt_logprobs
@@ -87,7 +87,7 @@ def last_output(llm, prompt, params):
 
 @pytest.mark.parametrize("error", [MemoryError("once"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("end", ["length", "stop"])
-def test_an_error_while_the_last_token_is_taken(folder, monkeypatch, end, error):  # noqa: F811
+def test_an_error_while_the_last_token_is_taken(folder, monkeypatch, end, error):
     with LLM(folder, device="cpu", num_blocks=100, max_num_seqs=4) as llm:
         options = dict(temperature=0, max_tokens=30, ignore_eos=True, stop=["\x00"], include_stop_str_in_output=True)
         tokens = last_output(llm, "abc", SamplingParams(**options)).token_ids
@@ -103,7 +103,7 @@ def test_an_error_while_the_last_token_is_taken(folder, monkeypatch, end, error)
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
 @pytest.mark.parametrize("where", [(Detokenizer, "push"), (Request, "update"), (SimpleQueue, "put")], ids=lambda w: w[1])
-def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kind):  # noqa: F811
+def test_an_error_between_a_token_and_its_reader(folder, monkeypatch, where, kind):
     """At any token: the text and the ids of the whole answer are as they are without it."""
     owner, name = where
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=["\x00\x00"], logprobs=1)
@@ -160,7 +160,7 @@ def test_an_interrupt_as_a_priority_comes(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"frequency_penalty": 0.5}, {"logprobs": 2}], ids=str)
 @pytest.mark.parametrize("later", [0, 1])
-def test_memory_for_an_option_that_came_late(folder, monkeypatch, options, later):  # noqa: F811
+def test_memory_for_an_option_that_came_late(folder, monkeypatch, options, later):
     """What the first such request allocates may fail, at any piece; the next one has it all."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
     with engine(folder, ("cpu", 0)) as llm:
@@ -184,7 +184,7 @@ def test_memory_for_an_option_that_came_late(folder, monkeypatch, options, later
 # --- close
 
 
-def test_a_reader_that_came_just_before_close(folder):  # noqa: F811
+def test_a_reader_that_came_just_before_close(folder):
     async def read(served):
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         return [output async for output in served.generate([1, 2, 3], params)][-1]
@@ -204,7 +204,7 @@ def test_a_reader_that_came_just_before_close(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["close", "explain", "generate", "resize_cache", "step"])
-def test_what_would_wait_for_the_step_it_is_called_from(folder, name):  # noqa: F811
+def test_what_would_wait_for_the_step_it_is_called_from(folder, name):
     """By a mask: it raises, which ends that request alone."""
     with engine(folder, ("cpu", 0)) as llm:
         expected = generate(llm, ["abc"], GREEDY)[0].token_ids
@@ -224,7 +224,7 @@ def test_what_would_wait_for_the_step_it_is_called_from(folder, name):  # noqa: 
         assert generate(llm, ["abc"], GREEDY)[0].token_ids == expected
 
 
-def test_a_mask_may_add_and_abort_requests(folder):  # noqa: F811
+def test_a_mask_may_add_and_abort_requests(folder):
     with engine(folder, ("cpu", 0)) as llm:
         expected = generate(llm, ["abc"], GREEDY)[0].token_ids
 
@@ -242,7 +242,7 @@ def test_a_mask_may_add_and_abort_requests(folder):  # noqa: F811
         assert outputs["long"].finish_reason == "abort"
 
 
-def test_explaining_a_request_that_came_while_another_action_ran(folder):  # noqa: F811
+def test_explaining_a_request_that_came_while_another_action_ran(folder):
     with engine(folder, ("cpu", 0)) as llm:
         told = []
 
@@ -261,7 +261,7 @@ def test_explaining_a_request_that_came_while_another_action_ran(folder):  # noq
 # --- progress bars
 
 
-def test_an_interrupt_within_a_bar_leaves_no_lock_taken(folder, monkeypatch, capsys):  # noqa: F811
+def test_an_interrupt_within_a_bar_leaves_no_lock_taken(folder, monkeypatch, capsys):
     """tqdm takes its lock and shows the bar: an interrupt there is another thread's time, if they share the lock."""
     from tqdm.auto import tqdm
 
@@ -279,7 +279,7 @@ def test_an_interrupt_within_a_bar_leaves_no_lock_taken(folder, monkeypatch, cap
         assert len(llm.generate(["abc"], GREEDY, use_tqdm=True)) == 1
 
 
-def test_libraries_are_imported_where_no_interrupt_comes(folder):  # noqa: F811
+def test_libraries_are_imported_where_no_interrupt_comes(folder):
     """An interrupt within an import may leave CPython's lock of all imports taken."""
     script = f"""
 import sys, threading

@@ -15,7 +15,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, engine, folder, generate  # noqa: F401
+from threads import in_threads
+from tiny_engine import GREEDY, engine, generate
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
@@ -29,14 +30,14 @@ def test_the_package_imports_the_engine_lazily():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_several_threads_close_at_once(folder):  # noqa: F811
+def test_several_threads_close_at_once(folder):
     llm = LLM(folder, device="cpu", num_blocks=50)
     llm._core.ask(lambda: time.sleep(0.2))  # they all ask before the first is done
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda _: llm.close(), range(3))) == [None] * 3
 
 
-def test_closing(folder, device):  # noqa: F811
+def test_closing(folder, device):
     llm = LLM(folder, device=device, num_blocks=50)
     generate(llm, "a", GREEDY)
     llm.health()
@@ -48,7 +49,7 @@ def test_closing(folder, device):  # noqa: F811
         assert refused.value.__cause__ is None
 
 
-def test_an_error_that_ends_the_thread_is_the_cause_of_later_ones(folder):  # noqa: F811
+def test_an_error_that_ends_the_thread_is_the_cause_of_later_ones(folder):
     """Nothing can be blamed for it, and nobody waits for ever."""
     with LLM(folder, device="cpu", num_blocks=50) as llm:
         thread, excepthook, seen = llm._core._thread, threading.excepthook, []
@@ -67,7 +68,7 @@ def test_an_error_that_ends_the_thread_is_the_cause_of_later_ones(folder):  # no
             assert isinstance(refused.value.__cause__, ZeroDivisionError)
 
 
-def test_close_releases_the_memory(folder):  # noqa: F811
+def test_close_releases_the_memory(folder):
     def resident() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -86,7 +87,7 @@ def test_close_releases_the_memory(folder):  # noqa: F811
     assert resident() - before < 0.2 * size
 
 
-def test_engines_leave_nothing_behind(folder, caplog):  # noqa: F811
+def test_engines_leave_nothing_behind(folder, caplog):
     caplog.set_level(logging.ERROR, "pagedkv")  # pytest keeps each line
 
     def live_and_die() -> None:
@@ -104,19 +105,11 @@ def test_engines_leave_nothing_behind(folder, caplog):  # noqa: F811
     assert grown < 400, f"{grown} blocks more after 40 engines"  # caches of Python still fill; an engine is thousands
 
 
-def test_two_engines_side_by_side(folder, tmp_path, device):  # noqa: F811
+def test_two_engines_side_by_side(folder, tmp_path, device):
     other, options = write_model(tmp_path, seed=1), {"device": device, "num_blocks": 50}
     with LLM(folder, **options) as a, LLM(other, **options) as b:
         alone = [generate(engine, ["abc"], GREEDY)[0].token_ids for engine in (a, b)]
-        results = {}
-        threads = [
-            threading.Thread(target=lambda i=i, e=e: results.update({i: generate(e, ["abc"] * 5, GREEDY)}))
-            for i, e in enumerate((a, b, a, b))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results = in_threads(lambda engine: generate(engine, ["abc"] * 5, GREEDY), (a, b, a, b))
     assert alone[0] != alone[1]
     for i in range(4):
         assert [output.token_ids for output in results[i]] == [alone[i % 2]] * 5
@@ -179,7 +172,7 @@ print(ended, ask())
     assert run(code, environment) == ["562", "0", "30", "562"]
 
 
-def test_an_engine_that_nobody_has_any_more_is_gone(folder):  # noqa: F811
+def test_an_engine_that_nobody_has_any_more_is_gone(folder):
     """At once, without the garbage collector: its pool's memory is needed by the next one. A closed one has no thread."""
     gc.collect()
     gc.disable()
@@ -202,7 +195,7 @@ def test_an_engine_that_nobody_has_any_more_is_gone(folder):  # noqa: F811
         gc.enable()
 
 
-def test_step_waits_and_leaves_other_threads_their_time(folder):  # noqa: F811
+def test_step_waits_and_leaves_other_threads_their_time(folder):
     """The documented loop beside another thread's batch: no empty calls, and it ends when its own requests have."""
     with engine(folder, ("cpu", 0)) as llm:
         long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -219,7 +212,7 @@ def test_step_waits_and_leaves_other_threads_their_time(folder):  # noqa: F811
         thread.join()
 
 
-def test_several_threads_in_step(folder):  # noqa: F811
+def test_several_threads_in_step(folder):
     """Each output is returned once, and nobody waits for ever for the last one."""
     with engine(folder, ("cpu", 0)) as llm:
         outputs, threads = [], []
@@ -255,7 +248,7 @@ class Watched(list):
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_sending_a_token_walks_through_no_answer(folder, kind):  # noqa: F811
+def test_sending_a_token_walks_through_no_answer(folder, kind):
     """In the engine's thread. The reader, in its own, makes texts and lists."""
     params, tokenizer = SamplingParams(max_tokens=5000, ignore_eos=True, output_kind=kind, logprobs=0), Tokenizer(folder)
     box, is_streamed = SimpleQueue(), kind is not RequestOutputKind.FINAL_ONLY

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from test_engine_threads import is_empty
-from tiny_engine import by_hand, cpu_llm, engine, folder, generate, settle  # noqa: F401
+from tiny_engine import by_hand, engine, generate, settle  # noqa: F401
 
 from pagedkv import SamplingParams
 
@@ -31,7 +31,7 @@ def last_of(told: dict[str, list[str | None]]) -> dict[str, str | None]:
     return {request_id: reasons[-1] for request_id, reasons in told.items()}
 
 
-def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatch):  # noqa: F811
+def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatch):
     llm = by_hand(cpu_llm)
     book = llm._book
     abort = book.abort
@@ -55,7 +55,7 @@ def test_a_request_comes_and_leaves_while_another_is_aborted(cpu_llm, monkeypatc
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_an_error_within_abort(cpu_llm, monkeypatch, num_steps):  # noqa: F811
+def test_an_error_within_abort(cpu_llm, monkeypatch, num_steps):
     """The request ends all the same, and others go on."""
     llm = cpu_llm
     expected = generate(llm, [[7, 8]], GREEDY)[0].token_ids
@@ -82,7 +82,7 @@ def test_an_error_within_abort(cpu_llm, monkeypatch, num_steps):  # noqa: F811
         assert is_empty(llm)
 
 
-def test_an_answer_that_has_ended_is_told_once(cpu_llm, monkeypatch):  # noqa: F811
+def test_an_answer_that_has_ended_is_told_once(cpu_llm, monkeypatch):
     """One of two answers ends early; then a step fails."""
     llm = by_hand(cpu_llm)
     launch, reasons, num_failed = llm._runner.launch, [], [0]
@@ -105,7 +105,7 @@ def test_an_answer_that_has_ended_is_told_once(cpu_llm, monkeypatch):  # noqa: F
     assert reasons == ["error", "length"] and num_failed == [1]
 
 
-def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeypatch):  # noqa: F811
+def test_the_collector_closes_a_stream_while_a_request_is_added(cpu_llm, monkeypatch):
     """In the same thread, which may hold a lock then, as in a step."""
     llm = cpu_llm
     check, left = llm.scheduler.check_pages, []

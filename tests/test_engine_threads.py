@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 from checkpoints import EOS, VOCAB_SIZE, write_model
-from tiny_engine import by_hand, engine, generate, news_of, place, settle  # noqa: F401
+from threads import in_threads
+from tiny_engine import by_hand, engine, generate, news_of, settle
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import Engine, RequestOutputKind
@@ -57,7 +58,7 @@ def is_empty(llm: Engine) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "swap_space": 1 << 20}], ids=str)
-def test_a_thousand_aborts(folder, place, options, seed):  # noqa: F811
+def test_a_thousand_aborts(folder, place, options, seed):
     """At random times between steps. No other token changes."""
     rng = random.Random(seed)
     with engine(folder, place, **options) as llm:
@@ -85,7 +86,7 @@ def test_a_thousand_aborts(folder, place, options, seed):  # noqa: F811
         assert len(aborted) > 500 and finished > 300 and is_empty(llm)
 
 
-def test_abort_says_whether_it_came_in_time(folder, place):  # noqa: F811
+def test_abort_says_whether_it_came_in_time(folder, place):
     with engine(folder, place) as llm:
         request_id = by_hand(llm).add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
         for _ in range(6):
@@ -95,49 +96,38 @@ def test_abort_says_whether_it_came_in_time(folder, place):  # noqa: F811
         assert last.finished and last.finish_reason == "abort" and 2 <= len(last.token_ids) <= 6 and is_empty(llm)
 
 
-def test_threads_share_the_engine(folder, place, seed):  # noqa: F811
+def test_threads_share_the_engine(folder, place, seed):
     """Every way in at once; each thread gets its own outputs, and all are right."""
     with engine(folder, place, num_blocks=120) as llm:
         known = known_answers(llm)
-        problems, num_done = [], [0]
+        num_done = [0]
 
         def ask(number: int) -> None:
             rng = random.Random(seed + number)
-            try:
-                for _ in range(12):
-                    way = rng.randrange(3)
-                    requests = [request_of(rng) for _ in range(1 if way else rng.randint(1, 6))]
-                    if way == 0:
-                        outputs = llm.generate([p for p, _ in requests], [q for _, q in requests], use_tqdm=False)
-                        got = [answers(output) for output in outputs]
-                    else:
-                        (prompt, params), tokens, stream = requests[0], {}, llm.stream(*requests[0])
-                        for output in stream:
-                            for one in output.outputs:
-                                tokens.setdefault(one.index, []).extend(one.token_ids)
-                            if way == 2 and rng.random() < 0.1:
-                                stream.close()
-                                break
-                        else:
-                            got = [[tokens[i] for i in range(params.n)]]
-                            assert got == [known[tuple(prompt)]]
-                        continue
-                    assert got == [known[tuple(prompt)] for prompt, _ in requests]
+            for _ in range(12):
+                way = rng.randrange(3)
+                requests = [request_of(rng) for _ in range(1 if way else rng.randint(1, 6))]
+                if way == 0:
+                    outputs = llm.generate([p for p, _ in requests], [q for _, q in requests], use_tqdm=False)
+                    assert [answers(output) for output in outputs] == [known[tuple(prompt)] for prompt, _ in requests]
                     num_done[0] += 1
-            except BaseException as error:
-                problems.append(error)
+                    continue
+                (prompt, params), tokens, stream = requests[0], {}, llm.stream(*requests[0])
+                for output in stream:
+                    for one in output.outputs:
+                        tokens.setdefault(one.index, []).extend(one.token_ids)
+                    if way == 2 and rng.random() < 0.1:
+                        stream.close()
+                        break
+                else:
+                    assert [tokens[i] for i in range(params.n)] == known[tuple(prompt)]
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not problems, problems[0]
+        in_threads(ask, range(8))
         assert is_empty(llm) and num_done[0] > 5
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 64])
-def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):  # noqa: F811
+def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
     """One that arrives while a step is launched is in the next step and in each one after it until it is answered, and
     its caller is told as early as on an idle engine: whether there is a place for it or one of the batch must yield."""
     num_new = 4
@@ -171,7 +161,7 @@ def test_a_short_request_does_not_wait_for_a_batch(folder, place, max_num_seqs):
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_a_reader_may_come_late(folder, place, kind):  # noqa: F811
+def test_a_reader_may_come_late(folder, place, kind):
     """Outputs are made when they are read: of what there was after their step, and of nothing that came later."""
     options = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 1, "output_kind": kind}
     with engine(folder, place) as llm:
@@ -244,7 +234,7 @@ def test_a_step_makes_one_object_per_reader(folder):
     assert num_steps * num_readers <= grown < 1.5 * num_steps * num_readers
 
 
-def test_an_error_of_a_request_is_its_callers(folder, place, seed):  # noqa: F811
+def test_an_error_of_a_request_is_its_callers(folder, place, seed):
     """Where it fails a step in which others are. They are tried again without it, and their tokens do not change."""
     with engine(folder, place) as llm:
         known, launch = known_answers(llm), llm._runner.launch
@@ -271,11 +261,7 @@ def test_an_error_of_a_request_is_its_callers(folder, place, seed):  # noqa: F81
                     is_right = answers(output) == known.get(tuple(prompt)) if params.seed != 13 else None
                     results.append((params.seed == 13, output.finish_reason, str(output.error), is_right))
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(ask, range(4))
         assert is_empty(llm)
     assert {each for each in results if each[0]} == {(True, "error", "of 13", None)}
     assert {each for each in results if not each[0]} == {(False, "length", "None", True)}
@@ -342,7 +328,7 @@ def test_stats(folder):
     assert "<pre>" in outputs[0]._repr_html_() and "Engine" not in llm._repr_html_() and "LLM on cpu" in llm._repr_html_()
 
 
-def test_closing_in_the_middle(folder, place):  # noqa: F811
+def test_closing_in_the_middle(folder, place):
     """Whoever waits gets what there is, and an end."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     llm = LLM(folder, device=place[0], block_size=4, num_blocks=400)

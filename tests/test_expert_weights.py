@@ -1,12 +1,10 @@
 """expert_linear with quantised weights, against dequantised ones in float64: any shape, experts of nobody, uneven routing."""
 
-import os
-import subprocess
-import sys
 
 import numpy as np
 import oracle
 import pytest
+from again import run_again
 from pools import get, put
 from test_experts import DTYPES, IDS, draw_experts, floats
 from test_weight import F8, KINDS, bytes_of, float8
@@ -188,10 +186,7 @@ def test_refusals(given, error, message):
 
 
 def test_every_instruction_set(lesser_isa):
-    selected = ["-k", "cpu and (exact or products)"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *selected]
-    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": lesser_isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    run_again(__file__, "cpu and (exact or products)", PAGEDKV_CPU_ISA=lesser_isa)
 
 
 @pytest.mark.gpu

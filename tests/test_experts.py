@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from pools import get, put, put_sliceable
+from pools import floats, get, put, put_sliceable
 from producer import Producer
 
 import pagedkv
@@ -268,10 +268,6 @@ def test_nan_stays_in_its_token(rng, device):
     arguments = put(x, device, "bfloat16"), put(weight, device, "bfloat16"), put(experts, device)
     out = get(ops.expert_linear(*arguments, weights=put(weights, device)))
     assert np.isnan(out[[2, 4]]).all() and np.isfinite(out[[0, 1, 3, 5, 6]]).all()
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 IDS = np.zeros((2, 3), np.int32)

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import oracle
 import pytest
-from pools import get, put, put_sliceable
+from again import run_again
+from pools import floats, get, put, put_sliceable
 from producer import Producer
+from threads import in_threads
 
 import pagedkv
 from pagedkv import ops
@@ -168,7 +169,7 @@ class Rows:
         return get(self.memory)[self.places]
 
 
-def draw_stride(rng, rows: int, size: int, kinds: str) -> int:
+def draw_stride(rng, size: int, kinds: str) -> int:
     """dense, wide, apart, reversed, expanded (0) or overlapping"""
     kind = rng.choice(list(kinds))
     wide = size + int(rng.integers(1, 40))
@@ -181,9 +182,9 @@ def test_any_strides_of_any_number_of_rows(rng, dtype, case):
     """A library for many rows takes no strides but those of a matrix; what it refuses it does not write."""
     rows, outputs = (int(rng.choice([0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 257])) for _ in range(2))
     size = int(rng.choice([0, 1, 2, 31, 64, 100, 1030]))
-    x = Rows(rng, rows, size, draw_stride(rng, rows, size, "dwarReo" if case else "e"), dtype)
-    weight = Rows(rng, outputs, size, draw_stride(rng, outputs, size, "dwarReo"), dtype)
-    out = Rows(rng, rows, outputs, draw_stride(rng, rows, outputs, "dwarR"), "float32")
+    x = Rows(rng, rows, size, draw_stride(rng, size, "dwarReo" if case else "e"), dtype)
+    weight = Rows(rng, outputs, size, draw_stride(rng, size, "dwarReo"), dtype)
+    out = Rows(rng, rows, outputs, draw_stride(rng, outputs, "dwarR"), "float32")
     before, adds = out.values(), bool(rng.integers(2))
     ops.linear(x.tensor, weight.tensor, out=out.tensor, add_to_out=adds)
     np.testing.assert_array_equal(out.values(), x.values() @ weight.values().T + (before if adds else 0))
@@ -232,19 +233,9 @@ def test_narrow_rows_need_no_wide_scratch():
 
 def test_threads_of_python_may_call_at_once(rng):
     x, weight, _ = (a.astype(np.float32) for a in make_case(rng, (90, 256, 256), "float32"))
-    alone, results = ops.linear(x, weight), []
-    threads = [threading.Thread(target=lambda: results.append(ops.linear(x, weight))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 6
-    for result in results:
+    alone = ops.linear(x, weight)
+    for result in in_threads(lambda _: ops.linear(x, weight), range(6)):
         np.testing.assert_allclose(result, alone, atol=1e-5)
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 BUFFER = floats(6, 20)
@@ -313,10 +304,7 @@ def test_x_and_out_may_be_columns_of_one_buffer(rng):
 
 def test_every_instruction_set(lesser_isa):
     """The kernels of lesser machines, and with them the BLAS, which takes over from fewer rows there."""
-    selected = ["-k", "cpu or batch or threads"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *selected]
-    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": lesser_isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    run_again(__file__, "cpu or batch or threads", PAGEDKV_CPU_ISA=lesser_isa)
 
 
 def test_numpy_is_imported_only_where_its_blas_is_wanted():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from checkpoints import write_model
-from tiny_engine import GREEDY, by_hand, folder, generate  # noqa: F401
+from tiny_engine import GREEDY, by_hand, generate
 
 from pagedkv import LLM, SamplingParams
 
@@ -29,7 +29,7 @@ def said(caplog):
 
 
 def test_the_start(tmp_path, said):
-    folder = write_model(tmp_path, generation={"temperature": 0.5, "top_k": 7, "num_beams": 2})  # noqa: F811
+    folder = write_model(tmp_path, generation={"temperature": 0.5, "top_k": 7, "num_beams": 2})
     with LLM(folder, **OPTIONS) as llm:
         assert said(logging.INFO)[0] == f"{folder}/generation_config.json: requests without params have temperature=0.5, top_k=7"
         weights, ready = said(logging.INFO)[1:]
@@ -42,7 +42,7 @@ def test_the_start(tmp_path, said):
     assert said(logging.INFO) == said(logging.WARNING) == said(logging.DEBUG) == []
 
 
-def test_requests_that_failed_are_told_once_a_batch(folder, said):  # noqa: F811
+def test_requests_that_failed_are_told_once_a_batch(folder, said):
     with LLM(folder, **OPTIONS) as llm:
         generate(llm, ["abc", [], "abc", [99], [1] * 300], GREEDY)
         assert said(logging.WARNING) == ["3 of 5 requests failed, the first of them prompts[1]: ValueError: the prompt is empty"]
@@ -52,7 +52,7 @@ def test_requests_that_failed_are_told_once_a_batch(folder, said):  # noqa: F811
         assert line.startswith("1 of 2 requests failed, the first of them prompts[1]: UnicodeEncodeError: ")
 
 
-def test_the_first_preemption_names_the_knob(folder, said):  # noqa: F811
+def test_the_first_preemption_names_the_knob(folder, said):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     with LLM(folder, **OPTIONS | {"num_blocks": 20}) as llm:
         generate(llm, [[i] * 9 for i in range(8)], params)
@@ -64,7 +64,7 @@ def test_the_first_preemption_names_the_knob(folder, said):  # noqa: F811
         assert len(said(logging.WARNING)) == 1
 
 
-def test_a_place_that_is_taken_is_no_warning(folder, said):  # noqa: F811
+def test_a_place_that_is_taken_is_no_warning(folder, said):
     with LLM(folder, **OPTIONS | {"max_num_seqs": 1}) as llm:
         by_hand(llm)
         said.clear()
@@ -78,7 +78,7 @@ def test_a_place_that_is_taken_is_no_warning(folder, said):  # noqa: F811
         assert "preempted" in line and "max_num_seqs" in line
 
 
-def test_no_handler_is_installed(folder):  # noqa: F811
+def test_no_handler_is_installed(folder):
     """Python itself shows warnings on stderr; INFO is shown where the user asks for it."""
     program = """
 import logging, sys, json

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, VOCAB_SIZE
-from test_sampling_options import check, draw_params, engine, folder  # noqa: F401
+from test_sampling_options import check, draw_params, engine
 
 from pagedkv import SamplingParams, ops
 
@@ -60,7 +60,7 @@ def with_edits(rng, one: SamplingParams) -> SamplingParams:
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 20}, {"num_blocks": 20, "swap_space": 1 << 20},
                                      {"max_num_batched_tokens": 9}, {"max_num_seqs": 3}], ids=str)  # fmt: skip
-def test_any_mix_of_edits(folder, rng, device, options, behind):  # noqa: F811
+def test_any_mix_of_edits(folder, rng, device, options, behind):
     prompts = [rng.integers(VOCAB_SIZE, size=rng.integers(1, 30)).tolist() for _ in range(12)]
     params = [with_edits(rng, draw_params(rng, int(rng.integers(8, 25)))) for _ in prompts]
     with engine(folder, device, behind=behind, **options) as llm:
@@ -68,7 +68,7 @@ def test_any_mix_of_edits(folder, rng, device, options, behind):  # noqa: F811
         check(llm, prompts, outputs, params)
 
 
-def test_a_mask_may_be_words_or_bools_or_nothing(folder, device):  # noqa: F811
+def test_a_mask_may_be_words_or_bools_or_nothing(folder, device):
     allowed = np.zeros(VOCAB_SIZE, bool)
     allowed[[3, 50, 96]] = True
     asked = []
@@ -108,7 +108,7 @@ BAD_MASKS = {
 
 @pytest.mark.parametrize("name", BAD_MASKS)
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_bad_mask_ends_its_request_alone(folder, device, name, behind, request):  # noqa: F811
+def test_a_bad_mask_ends_its_request_alone(folder, device, name, behind, request):
     mask, kind, message = BAD_MASKS[name]
     good = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     bad = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, mask=mask)
@@ -149,7 +149,7 @@ def allowed_next(params: SamplingParams, sampled: list[int], ends: set[int], opt
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_options_that_leave_no_token(folder, device, behind, rng):  # noqa: F811
+def test_options_that_leave_no_token(folder, device, behind, rng):
     """Of every combination: an answer goes on as long as a token is left, and then fails with the names of the options, or
     ends where a mask allows nothing but the end. Others go on."""
     few, length = [2, 3, 4, 5, 6], 6
@@ -202,7 +202,7 @@ def test_options_that_leave_no_token(folder, device, behind, rng):  # noqa: F811
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("includes", [False, True])
-def test_what_is_complete_may_end_below_min_tokens(folder, device, behind, includes):  # noqa: F811
+def test_what_is_complete_may_end_below_min_tokens(folder, device, behind, includes):
     """A mask that allows two tokens and then the end, as a grammar's does."""
 
     def mask(request, tokens):
@@ -218,7 +218,7 @@ def test_what_is_complete_may_end_below_min_tokens(folder, device, behind, inclu
         assert "".join(output.text for output in llm.stream([1], params)) == "349"[: 3 if includes else 2]
 
 
-def test_a_mask_may_use_the_engine_it_is_called_from(folder, device):  # noqa: F811
+def test_a_mask_may_use_the_engine_it_is_called_from(folder, device):
     """It runs within a step: it may add requests and abort its own, but not wait for one."""
     seen = []
 
@@ -237,7 +237,7 @@ def test_a_mask_may_use_the_engine_it_is_called_from(folder, device):  # noqa: F
     assert [each.request_id for each in others if each.finished] == seen and len(others[-1].token_ids) == 2
 
 
-def test_masks_are_called_while_the_device_works(folder):  # noqa: F811
+def test_masks_are_called_while_the_device_works(folder):
     """The step whose tokens a mask sees has been taken, and the one that it is for has been launched as far as its logits."""
     order = []
 

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from pools import get, put, put_sliceable
+from pools import floats, get, put, put_sliceable
 
 from pagedkv import ops
 
@@ -139,10 +139,6 @@ def test_a_graph_replays_other_slots(rng, device):
             graph.replay()
             expected += oracle.lora(x, a, b, slots)
     np.testing.assert_allclose(get(out), expected, atol=1e-4)
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 SLOTS = np.zeros(2, np.int32)

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import save_pretrained, write_model
 from lora_adapters import ALL, write_adapter, write_merged
 from model_oracle import assert_close, oracle_logits, oracle_tokens, poison, record_logits
-from tiny_engine import by_hand, engine, generate, place  # noqa: F401
+from tiny_engine import by_hand, engine, generate
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import LoRARequest
@@ -54,7 +54,7 @@ def expected(home):
         llm.close()
 
 
-def lora_engine(home, place, **options):  # noqa: F811
+def lora_engine(home, place, **options):
     return engine(home / "base", place, **{"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} | options)
 
 
@@ -81,7 +81,7 @@ def test_logits_of_a_merged_model(home, rng, device, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9}, {"num_blocks": 14, "swap_space": 1 << 16}, {"num_blocks": 14}], ids=str)
-def test_several_in_a_batch(home, expected, rng, place, options):  # noqa: F811
+def test_several_in_a_batch(home, expected, rng, place, options):
     """With none, more adapters than slots, chunks of prompts, and pages that do not suffice."""
     names = ["", "a", "a", "b", "b", "c", "", "d", "a", "c", "c", "", "b", "d"]
     prompts = [rng.integers(0, 97, rng.integers(10, 14)).tolist() for _ in names]
@@ -213,7 +213,7 @@ def test_nothing_changes_without_enable_lora(home):
 # --- the prefix cache
 
 
-def test_prefixes_are_shared_by_content(home, expected, tmp_path, rng, place):  # noqa: F811
+def test_prefixes_are_shared_by_content(home, expected, tmp_path, rng, place):
     """By requests of one adapter, also under another name; not with another adapter or with none."""
     prompt = rng.integers(0, 97, 21).tolist()
     write_adapter(tmp_path / "copy of a", **KINDS["a"])

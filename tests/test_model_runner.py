@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoints import VOCAB_SIZE, write_model
+from checkpoints import VOCAB_SIZE
 
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
 
 NUM_NEW = 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def steps_one_behind(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:

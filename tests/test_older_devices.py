@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from again import run_again
 
 NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "experts", "kernel_instances", "sample_cuda")
 
@@ -22,9 +23,7 @@ NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "
 def test_the_kernels_of_older_devices(cuda, name, capability):
     file = Path(__file__).with_name(f"test_{name}.py")
     tests = "case or pool or graph or product or projection or options"
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", tests, file]
-    result = subprocess.run(command, env=os.environ | {"PAGEDKV_CUDA_MAX_CC": capability}, capture_output=True, text=True)
-    assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
+    assert " passed" in run_again(file, tests, "-m", "gpu", PAGEDKV_CUDA_MAX_CC=capability)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 import pytest
 from cards import CARDS
-from emulated import FUSING, can_fuse, load, struct_of
+from emulated import load, load_fusing, struct_of
 from test_decode_plan import COLUMNS, STEPS, check_units, draw_lengths
 
 
@@ -171,10 +171,7 @@ def test_heads_are_taken_where_they_cost_no_place(plan_on_cpu, card):
 
 @pytest.fixture(scope="module")
 def plan_by_fma(tmp_path_factory):
-    """Compiled so that products which are added to something may become one instruction, as a GPU's compiler does."""
-    if not can_fuse():
-        pytest.skip("this CPU has no such instruction")
-    return load(tmp_path_factory.mktemp("fma"), "plan_on_cpu.cpp", "plan_on_cpu", *FUSING)
+    return load_fusing(tmp_path_factory.mktemp("fma"), "plan_on_cpu.cpp", "plan_on_cpu")
 
 
 def test_the_compiler_does_not_choose_a_cut(plan_on_cpu, plan_by_fma, rng):

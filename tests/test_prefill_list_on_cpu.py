@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from emulated import FUSING, can_fuse, load, struct_of
+from emulated import load, load_fusing, struct_of
 
 COLUMNS = ("signature", "seq", "q_head", "first_token", "num_positions", "first_key", "context_len", "begin", "end",
            "part", "num_parts", "first_slot")  # fmt: skip
@@ -21,10 +21,7 @@ def list_on_cpu(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def list_by_fma(tmp_path_factory):
-    """Compiled so that products which are added to something may become one instruction, as a GPU's compiler does."""
-    if not can_fuse():
-        pytest.skip("this CPU has no such instruction")
-    return load(tmp_path_factory.mktemp("fma"), "prefill_list_on_cpu.cpp", "list_on_cpu", *FUSING)
+    return load_fusing(tmp_path_factory.mktemp("fma"), "prefill_list_on_cpu.cpp", "list_on_cpu")
 
 
 def test_the_compiler_does_not_choose_a_cut(list_on_cpu, list_by_fma, rng):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from rank_engine import OPTIONS, SIZES, answers, children, generate, nothing_left, traffic
+from threads import in_threads
 from tiny_engine import settle
 
 import pagedkv
@@ -234,21 +234,17 @@ threading.Thread(target=interrupt, daemon=True).start()
 def test_two_engines_from_threads(folder, expected):
     """At once, of two and of three ranks, each made in a thread of its own that ends before the engine is used."""
     with nothing_left():
-        made, shared_memory = {}, Path("/dev/shm")
+        shared_memory = Path("/dev/shm")
         before = sorted(shared_memory.iterdir())
-        threads = [threading.Thread(target=lambda n=n: made.update({n: LLM(folder, tensor_parallel_size=n, **OPTIONS)})) for n in (2, 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        made = in_threads(lambda number: LLM(folder, tensor_parallel_size=number, **OPTIONS), (2, 3))
         assert len(children()) == 3 and sorted(shared_memory.iterdir()) == before
         time.sleep(0.2)
         for _ in range(2):
-            for llm in made.values():
+            for llm in made:
                 assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
-        made[2].close()
-        assert made[3].generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
-        made[3].close()
+        made[0].close()
+        assert made[1].generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+        made[1].close()
         made.clear()
         del llm
 

@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 from checkpoints import ALPHABET, EOS, VOCAB_SIZE, write_model
-from tiny_engine import by_hand, engine, generate, place, settle  # noqa: F401
+from tiny_engine import by_hand, engine, generate, settle
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
@@ -23,12 +23,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), generation={"eos_token_id": EOS})
-
-
-@pytest.fixture
-def llm(folder, place):  # noqa: F811
-    with engine(folder, place) as llm:
-        yield llm
 
 
 def drawn(seed: int, **options) -> SamplingParams:
@@ -91,7 +85,7 @@ def test_the_end_of_a_sequence_and_special_tokens(llm):
 # --- several answers
 
 
-def test_n_answers_share_the_prompt(folder, place):  # noqa: F811
+def test_n_answers_share_the_prompt(folder, place):
     """Each is the answer that a request of its own seed gets; the prompt is computed once."""
     prompt = [random.Random(3).randrange(VOCAB_SIZE) for _ in range(41)]
     with engine(folder, place, enable_prefix_caching=False) as llm:
@@ -110,7 +104,7 @@ def test_n_answers_share_the_prompt(folder, place):  # noqa: F811
 
 @pytest.mark.parametrize("options", [{"max_num_seqs": 3}, {"num_blocks": 16}, {"num_blocks": 16, "swap_space": 1 << 20},
                                      {"max_num_batched_tokens": 8}], ids=str)  # fmt: skip
-def test_n_answers_where_places_or_pages_are_few(folder, place, options):  # noqa: F811
+def test_n_answers_where_places_or_pages_are_few(folder, place, options):
     prompts = [[random.Random(i).randrange(VOCAB_SIZE) for _ in range(9 + i)] for i in range(4)]
     with engine(folder, place) as llm:
         expected = [[generate(llm, [prompt], drawn(i + j))[0].token_ids for j in range(6)] for i, prompt in enumerate(prompts)]
@@ -188,7 +182,7 @@ def test_first_tokens_of_n_answers_follow_the_softmax(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}], ids=str)
-def test_prompt_logprobs(folder, place, options, rng):  # noqa: F811
+def test_prompt_logprobs(folder, place, options, rng):
     """The log probability of each token of a prompt is that of the same token where it is forced to be sampled."""
     prompt = rng.integers(VOCAB_SIZE, size=23).tolist()
     with engine(folder, place, **options) as llm:
@@ -204,7 +198,7 @@ def test_prompt_logprobs(folder, place, options, rng):  # noqa: F811
             np.testing.assert_allclose(list(found.values()), list(expected.values()), atol=1e-4)
 
 
-def test_prompt_logprobs_after_a_preemption(folder, place, rng):  # noqa: F811
+def test_prompt_logprobs_after_a_preemption(folder, place, rng):
     """A prompt that loses its pages half computed is computed again in other chunks; its figures are those of before."""
     prompt = rng.integers(VOCAB_SIZE, size=30).tolist()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
@@ -235,7 +229,7 @@ def test_prompt_logprobs_after_a_preemption(folder, place, rng):  # noqa: F811
     assert preemptions > 1
 
 
-def test_embeddings(folder, place, rng):  # noqa: F811
+def test_embeddings(folder, place, rng):
     """In any batch, chunked and cached, the vector is the same, and beside transformers' last hidden state (on a CPU)."""
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (1, 2, 17, 40, 40)]
     with engine(folder, place) as llm:
@@ -275,7 +269,7 @@ def test_a_salt_of_its_own(llm):
     assert [cached(b"a"), cached(b"a") > 30, cached(b"b"), cached(b""), cached(b"") > 30] == [0, True, 0, 0, True]
 
 
-def test_a_lower_priority_goes_first(folder, place):  # noqa: F811
+def test_a_lower_priority_goes_first(folder, place):
     """It takes the place of one that runs, which goes on later with the same tokens."""
     with engine(folder, place, max_num_seqs=2) as llm:
         expected = [output.token_ids for output in generate(llm, ["abc", "def", "xyz"], GREEDY)]

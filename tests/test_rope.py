@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from pools import get, put
+from pools import floats, get, put
 
 import pagedkv
 from pagedkv import ops
@@ -105,10 +105,6 @@ def test_positions_and_slots_out_of_range(rng):
 
 
 # --- refusals
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 ROPE = dict(qkv=floats(2, 4 * 8), q_weight=floats(8), k_weight=floats(8), cos_sin=floats(9, 8),

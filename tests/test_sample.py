@@ -1,12 +1,10 @@
 """sample: greedy, and Gumbel-max with Philox against its definition (oracle.py) and the softmax that it must follow."""
 
-import os
-import subprocess
-import sys
 
 import numpy as np
 import oracle
 import pytest
+from again import run_again
 from pools import get, put
 
 from pagedkv import ops
@@ -352,6 +350,4 @@ def test_of_several_bad_rows_the_first_is_named():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_draws_the_same(isa):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu and fixed"]
-    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:]
+    run_again(__file__, "cpu and fixed", PAGEDKV_CPU_ISA=isa)

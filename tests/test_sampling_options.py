@@ -9,17 +9,11 @@ from unittest.mock import patch
 import numpy as np
 import oracle
 import pytest
-from checkpoints import ALPHABET, VOCAB_SIZE, write_model
+from checkpoints import ALPHABET, VOCAB_SIZE
 
 import pagedkv
 from pagedkv import LLM, SamplingParams, ops
 from pagedkv.models.decoder import Decoder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
 
 SAMPLE = Decoder.sample
 

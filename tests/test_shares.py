@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from checkpoints import FAMILIES, write_model
 from quantized_checkpoints import FORMATS, write_quantised
 from test_quantized_experts import NAMES, ROUTER
+from threads import in_threads
 
 from pagedkv import asarray, ops
 from pagedkv.engine.runner.make import make_runner
@@ -52,25 +52,11 @@ def run(plan: RunnerPlan, rank: int = 0, memory: int | None = None) -> dict[str,
 
 
 def run_all(plan: RunnerPlan) -> list[dict[str, np.ndarray]]:
-    results: list = [None] * plan.num_ranks
     memory = os.memfd_create("ranks")
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = run(plan, rank, memory)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(plan.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.close(memory)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    try:
+        return in_threads(lambda rank: run(plan, rank, memory), range(plan.num_ranks))
+    finally:
+        os.close(memory)
 
 
 def check(folder: Path, num_ranks: int, quantization: str | None = None, tolerance: float = 2e-4) -> None:

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import random_weights, tiny_config, write_model
 from lora_adapters import write_adapter
 from rank_engine import SIZES
-from tiny_engine import cpu_llm, engine, folder, settle  # noqa: F401
+from tiny_engine import engine, settle
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv.engine import LoRARequest
@@ -63,7 +63,7 @@ def start(engine: Engine, *names: str, params: SamplingParams = LONG) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_pause(cpu_llm, mode):  # noqa: F811
+def test_a_pause(cpu_llm, mode):
     """What becomes of those that run; one that comes while it waits, or later, waits for resume()."""
     llm = cpu_llm
     alone = tokens(llm, LONG)
@@ -97,7 +97,7 @@ def test_a_pause(cpu_llm, mode):  # noqa: F811
     llm.manager.check()
 
 
-def test_a_pause_that_waits(cpu_llm):  # noqa: F811
+def test_a_pause_that_waits(cpu_llm):
     """It returns with the last of the requests of before; resume() ends it earlier, and aborts may end it."""
     llm = cpu_llm
     for end in (lambda: ends(llm), llm.resume, lambda: llm.abort("a")):
@@ -124,7 +124,7 @@ def test_a_pause_that_waits(cpu_llm):  # noqa: F811
     llm.resume()
 
 
-def test_a_pause_that_waits_where_nothing_runs(cpu_llm):  # noqa: F811
+def test_a_pause_that_waits_where_nothing_runs(cpu_llm):
     """It would wait for ever."""
     start(cpu_llm, "a")
     cpu_llm.pause("keep")
@@ -135,7 +135,7 @@ def test_a_pause_that_waits_where_nothing_runs(cpu_llm):  # noqa: F811
     assert ends(cpu_llm)["a"][0] == "length"
 
 
-def test_requests_abort_and_end_while_it_is_paused(cpu_llm):  # noqa: F811
+def test_requests_abort_and_end_while_it_is_paused(cpu_llm):
     llm = cpu_llm
     start(llm, "a", "b")
     llm.pause("keep")
@@ -153,7 +153,7 @@ def test_requests_abort_and_end_while_it_is_paused(cpu_llm):  # noqa: F811
 
 
 @pytest.mark.parametrize("end", ["close", "die"])
-def test_who_waits_for_a_pause_hears_of_the_end(folder, monkeypatch, end):  # noqa: F811
+def test_who_waits_for_a_pause_hears_of_the_end(folder, monkeypatch, end):
     with engine(folder, ("cpu", 0)) as llm:
         start(llm, "a", params=SamplingParams(max_tokens=100, ignore_eos=True, min_tokens=100))
         found: list[BaseException] = []
@@ -182,7 +182,7 @@ def test_who_waits_for_a_pause_hears_of_the_end(folder, monkeypatch, end):  # no
             llm.pause()
 
 
-def test_bad_calls(cpu_llm):  # noqa: F811
+def test_bad_calls(cpu_llm):
     for call, message in (
         (lambda: cpu_llm.pause("later"), "mode is 'later' but must be 'keep', 'wait', 'abort'"),
         (lambda: cpu_llm.sleep(1, "now"), "mode is 'now' but"),
@@ -211,7 +211,7 @@ def resident() -> int:
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_same_tokens_afterwards(tmp_path, level, num_ranks):
     """Nothing is found in the cache; those that were kept go on; the second level wants weights."""
-    folder = write_model(tmp_path, **SIZES)  # noqa: F811
+    folder = write_model(tmp_path, **SIZES)
     options = {"device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0}
     weights = random_weights(tiny_config(**SIZES), 0)
     with LLM(folder, tensor_parallel_size=num_ranks, **options) as llm:
@@ -254,7 +254,7 @@ def test_the_same_tokens_afterwards(tmp_path, level, num_ranks):
         llm.manager.check()
 
 
-def test_deeper_and_twice(cpu_llm):  # noqa: F811
+def test_deeper_and_twice(cpu_llm):
     """From the first level into the second, and from a half sleep back."""
     expected = tokens(cpu_llm)
     cpu_llm.sleep(1)
@@ -273,7 +273,7 @@ def test_deeper_and_twice(cpu_llm):  # noqa: F811
     assert tokens(cpu_llm) == expected
 
 
-def test_paused_and_asleep(cpu_llm):  # noqa: F811
+def test_paused_and_asleep(cpu_llm):
     """Both must end."""
     cpu_llm.pause()
     cpu_llm.sleep()
@@ -288,7 +288,7 @@ def test_paused_and_asleep(cpu_llm):  # noqa: F811
     assert ends(cpu_llm)["a"][0] == "length"
 
 
-def test_a_caller_that_waits_is_told(cpu_llm, caplog):  # noqa: F811
+def test_a_caller_that_waits_is_told(cpu_llm, caplog):
     """A script of one thread would wait for ever."""
     caplog.set_level(logging.NOTSET, "pagedkv.engine.llm")  # the commands, which other tests call, change it
     cpu_llm.sleep()
@@ -298,7 +298,7 @@ def test_a_caller_that_waits_is_told(cpu_llm, caplog):  # noqa: F811
     assert record.getMessage() == "requests wait until another thread ends it: the engine is asleep"
 
 
-def test_an_update_ends_nobodys_wait(cpu_llm):  # noqa: F811
+def test_an_update_ends_nobodys_wait(cpu_llm):
     """A sleep that waits goes on to wait."""
     start(cpu_llm, "a")
     sleeping = later(cpu_llm.sleep, 1, "wait")
@@ -312,7 +312,7 @@ def test_an_update_ends_nobodys_wait(cpu_llm):  # noqa: F811
 
 
 @pytest.mark.parametrize("call", ["sleep", "pause"])
-def test_an_interrupt_ends_the_wait(cpu_llm, call):  # noqa: F811
+def test_an_interrupt_ends_the_wait(cpu_llm, call):
     """Of a call that waits for the requests that are there. Nobody would ever end what comes about later."""
     expected, may_end = tokens(cpu_llm), threading.Event()
 
@@ -331,7 +331,7 @@ def test_an_interrupt_ends_the_wait(cpu_llm, call):  # noqa: F811
 
 def test_memory_is_given_back(tmp_path):
     """4 MiB of the pool and 10 of the weights; those that are views of the file are no memory of the process."""
-    folder = write_model(tmp_path, hidden_size=512, intermediate_size=1024)  # noqa: F811
+    folder = write_model(tmp_path, hidden_size=512, intermediate_size=1024)
     prompt = [[1 + i % 90 for i in range(200)]] * 20
     with LLM(folder, device="cpu", block_size=4, kv_cache_memory=64 << 20, enable_prefix_caching=False) as llm:
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
@@ -347,7 +347,7 @@ def test_memory_is_given_back(tmp_path):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_memory_of_a_draft_model(tmp_path, folder, level):  # noqa: F811
+def test_the_memory_of_a_draft_model(tmp_path, folder, level):
     """Its pool is given back, too; its weights come back by themselves."""
     draft = write_model(tmp_path, num_hidden_layers=1)
     with engine(folder, ("cpu", 0), speculative_config={"method": "draft_model", "model": str(draft)}) as llm:
@@ -365,7 +365,7 @@ def test_the_memory_of_a_draft_model(tmp_path, folder, level):  # noqa: F811
         assert tokens(llm, LONG) == alone and llm.stats().counters.num_drafts
 
 
-def test_a_host_without_room_for_all_weights(tmp_path, folder, monkeypatch):  # noqa: F811
+def test_a_host_without_room_for_all_weights(tmp_path, folder, monkeypatch):
     """Those of the draft model, which went first, come back."""
     draft = write_model(tmp_path, num_hidden_layers=1)
 
@@ -382,7 +382,7 @@ def test_a_host_without_room_for_all_weights(tmp_path, folder, monkeypatch):  # 
         assert not llm.is_sleeping() and llm._runner.draft.weights._are_here and tokens(llm, LONG) == alone
 
 
-def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):  # noqa: F811
+def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):
     """What could not be taken stays asleep; it may be asked for again."""
     expected = tokens(cpu_llm)
     runner = cpu_llm._runner
@@ -410,7 +410,7 @@ def test_a_device_with_too_little_memory(cpu_llm, monkeypatch):  # noqa: F811
     assert not cpu_llm.is_sleeping() and ends(cpu_llm)["a"][0] == "length"
 
 
-def test_beside_adapters(tmp_path, folder):  # noqa: F811
+def test_beside_adapters(tmp_path, folder):
     write_adapter(tmp_path / "adapter")
     lora = LoRARequest("adapter", 1, tmp_path / "adapter")
     with engine(folder, ("cpu", 0), enable_lora=True) as llm:
@@ -421,7 +421,7 @@ def test_beside_adapters(tmp_path, folder):  # noqa: F811
         assert (tokens(llm, lora_request=lora), tokens(llm)) == expected
 
 
-def test_a_child_of_fork_wakes_up_alone(cpu_llm):  # noqa: F811
+def test_a_child_of_fork_wakes_up_alone(cpu_llm):
     """Its parent sleeps on."""
     expected = tokens(cpu_llm)
     cpu_llm.sleep(1)
@@ -441,7 +441,7 @@ def test_a_child_of_fork_wakes_up_alone(cpu_llm):  # noqa: F811
 # --- event loops
 
 
-def test_in_an_event_loop(folder):  # noqa: F811
+def test_in_an_event_loop(folder):
     """By the methods of the client, which do not block the loop."""
 
     async def main() -> None:
@@ -476,7 +476,7 @@ def test_in_an_event_loop(folder):  # noqa: F811
     asyncio.run(main())
 
 
-def test_many_calls_that_wait(folder):  # noqa: F811
+def test_many_calls_that_wait(folder):
     """For one that ends, and for the call that ends them: they take no thread of the loop's pool."""
     may_end = threading.Event()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from checkpoints import write_model
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.cli import nano_bench
@@ -21,11 +20,6 @@ from pagedkv.models.registry import load_model, read_spec
 
 GIB = 1 << 30
 VOCAB_SIZE = 151_936
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -8,28 +8,18 @@ import threading
 
 import numpy as np
 import pytest
+from threads import in_threads
 
 import pagedkv
 from pagedkv import ops
 
 
-def in_threads(work) -> None:
-    """work(0) to work(3), each in a thread of its own, to the end."""
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_releases_the_gil(rng):
-    """Two calls at once: another Python thread runs while the CPU computes."""
+def test_calls_at_once(rng):
     weight = rng.standard_normal((2048, 1024)).astype(np.float32)
     x = rng.standard_normal((64, 1024)).astype(np.float32)
     expected = ops.linear(x, weight)
-    results: list[np.ndarray] = []
-    in_threads(lambda number: results.append(ops.linear(x, weight)))
-    assert len(results) == 4 and all(np.array_equal(r, expected) for r in results)
+    for result in in_threads(lambda _: ops.linear(x, weight), range(4)):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_number_of_threads_belongs_to_the_process():
@@ -134,30 +124,65 @@ def test_a_fork_in_the_middle_of_a_call_of_another_thread(call, num_forks):
 
 def test_one_manager_for_several_threads(seed):
     manager = pagedkv.BlockManager(64, 4)
-    failures: list[Exception] = []
 
     def work(number: int) -> None:
         rng = random.Random(seed + number)
-        try:
-            for seq_id in range(number * 1000, number * 1000 + 500):
-                tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
-                try:
-                    manager.allocate(seq_id, tokens)
-                except pagedkv.OutOfBlocks:
-                    continue
-                step = manager.prepare([seq_id], [0], [len(tokens)])
-                assert len(step.slot_mapping) == len(tokens)
-                manager.commit(seq_id, len(tokens))
-                assert manager.token_ids(seq_id).tolist() == tokens
-                assert len(manager.block_table(seq_id)) == -(-len(tokens) // 4)
-                manager.free(seq_id)
-        except Exception as error:
-            failures.append(error)
+        for seq_id in range(number * 1000, number * 1000 + 500):
+            tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
+            try:
+                manager.allocate(seq_id, tokens)
+            except pagedkv.OutOfBlocks:
+                continue
+            step = manager.prepare([seq_id], [0], [len(tokens)])
+            assert len(step.slot_mapping) == len(tokens)
+            manager.commit(seq_id, len(tokens))
+            assert manager.token_ids(seq_id).tolist() == tokens
+            assert len(manager.block_table(seq_id)) == -(-len(tokens) // 4)
+            manager.free(seq_id)
 
-    in_threads(work)
-    assert not failures
+    in_threads(work, range(4))
     manager.check()
     assert len(manager) == 0 and manager.num_used_blocks == 0
+
+
+def change(manager, prompt: np.ndarray, mine: dict[int, np.ndarray], rng: random.Random, seq_id: int) -> int:
+    """A random call for a sequence of a thread's own, whose tokens are in `mine`. Returns how many were looked up."""
+    count, num_looked_up = rng.choice((1, 7, 500, 20_000, 30_000)), 0
+    if seq_id not in mine:
+        mine[seq_id] = prompt[:count]
+        num_looked_up = count
+        manager.allocate(seq_id, prompt[:count])
+    kind = rng.randrange(8)
+    if kind == 0 and len(mine[seq_id]) < 60_000:  # all of them fit
+        manager.append(seq_id, prompt[:count].tolist() if rng.random() < 0.5 else prompt[:count])
+        mine[seq_id] = np.concatenate((mine[seq_id], prompt[:count]))
+    elif kind == 1:
+        manager.append(seq_id, 5)
+        mine[seq_id] = np.append(mine[seq_id], 5)
+    elif kind == 2:
+        manager.commit(seq_id, len(mine[seq_id]))
+    elif kind == 3:
+        manager.truncate(seq_id, len(mine[seq_id]) // 2)
+        mine[seq_id] = mine[seq_id][: len(mine[seq_id]) // 2]
+    elif kind == 4:
+        manager.free(seq_id)
+        del mine[seq_id]
+        assert seq_id not in manager
+    elif kind == 5:
+        child = seq_id + 10
+        if child not in mine:
+            manager.fork(seq_id, child)
+            mine[child] = mine[seq_id]
+    elif kind == 6:
+        manager.swap_out(seq_id)
+        manager.swap_in(seq_id)
+    else:
+        step = manager.prepare([seq_id], [0], [len(mine[seq_id])])
+        assert len(step.positions) == len(mine[seq_id])
+        assert len(manager.block_table(seq_id)) == -(-len(mine[seq_id]) // 4)
+    if seq_id in mine:
+        assert manager.num_tokens(seq_id) == len(mine[seq_id])
+    return num_looked_up
 
 
 def test_long_and_short_calls_of_several_threads(seed):
@@ -165,69 +190,25 @@ def test_long_and_short_calls_of_several_threads(seed):
     sequences, so that what they hold at the end does not depend on the order; no update of what is shared may be lost."""
     manager = pagedkv.BlockManager(600_000, 4, num_host_blocks=100_000)
     prompt = np.random.default_rng(seed).integers(0, 3, 30_000, np.int32)  # of one start for all: shared pages
-    failures: list[BaseException] = []
-    known: list[dict[int, np.ndarray]] = [{} for _ in range(4)]
-    num_looked_up = [0] * 4
 
-    def step(rng: random.Random, number: int, seq_id: int) -> None:
-        mine = known[number]
-        count = rng.choice((1, 7, 500, 20_000, 30_000))
-        if seq_id not in mine:
-            mine[seq_id] = prompt[:count]
-            num_looked_up[number] += count
-            manager.allocate(seq_id, prompt[:count])
-        kind = rng.randrange(8)
-        if kind == 0 and len(mine[seq_id]) < 60_000:  # all of them fit
-            manager.append(seq_id, prompt[:count].tolist() if rng.random() < 0.5 else prompt[:count])
-            mine[seq_id] = np.concatenate((mine[seq_id], prompt[:count]))
-        elif kind == 1:
-            manager.append(seq_id, 5)
-            mine[seq_id] = np.append(mine[seq_id], 5)
-        elif kind == 2:
-            manager.commit(seq_id, len(mine[seq_id]))
-        elif kind == 3:
-            manager.truncate(seq_id, len(mine[seq_id]) // 2)
-            mine[seq_id] = mine[seq_id][: len(mine[seq_id]) // 2]
-        elif kind == 4:
-            manager.free(seq_id)
-            del mine[seq_id]
-            assert seq_id not in manager
-        elif kind == 5:
-            child = seq_id + 10
-            if child not in mine:
-                manager.fork(seq_id, child)
-                mine[child] = mine[seq_id]
-        elif kind == 6:
-            manager.swap_out(seq_id)
-            manager.swap_in(seq_id)
-        else:
-            step = manager.prepare([seq_id], [0], [len(mine[seq_id])])
-            assert len(step.positions) == len(mine[seq_id])
-            assert len(manager.block_table(seq_id)) == -(-len(mine[seq_id]) // 4)
-        if seq_id in mine:
-            assert manager.num_tokens(seq_id) == len(mine[seq_id])
+    def work(number: int) -> tuple[dict[int, np.ndarray], int]:
+        rng, mine, num_looked_up = random.Random(seed + number), dict[int, np.ndarray](), 0
+        for i in range(150):
+            num_looked_up += change(manager, prompt, mine, rng, 100 * number + rng.randrange(3))
+            if len(mine) > 5:
+                manager.free_batch(list(mine))
+                mine.clear()
+            if i % 50 == 0:
+                manager.check()
+        return mine, num_looked_up
 
-    def work(number: int) -> None:
-        rng = random.Random(seed + number)
-        try:
-            for i in range(150):
-                step(rng, number, 100 * number + rng.randrange(3))
-                if len(known[number]) > 5:
-                    manager.free_batch(list(known[number]))
-                    known[number].clear()
-                if i % 50 == 0:
-                    manager.check()
-        except BaseException as error:
-            failures.append(error)
-
-    in_threads(work)
-    assert not failures, failures
+    found = in_threads(work, range(4))
     manager.check()
-    sequences = {seq_id: tokens for mine in known for seq_id, tokens in mine.items()}
+    sequences = {seq_id: tokens for mine, _ in found for seq_id, tokens in mine.items()}
     assert len(manager) == len(sequences)
     for seq_id, tokens in sequences.items():
         np.testing.assert_array_equal(manager.token_ids(seq_id), tokens)
-    assert manager.stats()["lookup_tokens"] == sum(num_looked_up)
+    assert manager.stats()["lookup_tokens"] == sum(count for _, count in found)
     manager.free_batch(list(sequences))
     manager.check()
     assert manager.num_used_blocks == 0 and manager.num_free_host_blocks == 100_000

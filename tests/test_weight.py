@@ -1,13 +1,11 @@
 """linear and sample_linear with quantised weights, against the dequantised weight in float64."""
 
-import os
-import subprocess
-import sys
 
 import numpy as np
 import oracle
 import pytest
-from pools import get, put
+from again import run_again
+from pools import floats, get, put
 
 import pagedkv
 from pagedkv import ops
@@ -221,10 +219,6 @@ def test_the_tokens_of_sample(rng, device, vocab_size, kind):
         np.testing.assert_array_equal(get(got), ops.sample(logits, *numbers))
 
 
-def floats(*shape):
-    return np.zeros(shape, np.float32)
-
-
 def bytes_of(*shape):
     return np.zeros(shape, np.uint8)
 
@@ -288,10 +282,7 @@ def test_int4_of_an_odd_number_of_inputs():
 
 
 def test_every_instruction_set(lesser_isa):
-    selected = ["-k", "cpu or evenly"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *selected]
-    run = subprocess.run(command, env=os.environ | {"PAGEDKV_CPU_ISA": lesser_isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    run_again(__file__, "cpu or evenly", PAGEDKV_CPU_ISA=lesser_isa)
 
 
 def in_float8(x: np.ndarray, part: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from checkpoints import random_weights, safetensors_bytes, tiny_config, write_mo
 from lora_adapters import write_adapter
 from quantized_checkpoints import FORMATS, write_quantised
 from rank_engine import SIZES
+from threads import in_threads
 
 from pagedkv import LLM, Engine, SamplingParams, ops
 from pagedkv.engine import IpcTensor, LoRARequest
@@ -295,14 +296,9 @@ def test_an_update_that_is_not_complete(folders, weights):
 
 def test_each_update_has_its_own_version(folders):
     """Of two threads, too."""
-    found: list[int | str] = []
     with LLM(folders[0], **OPTIONS) as llm:
-        threads = [threading.Thread(target=lambda: [found.append(llm.update_weights(each)) for each in folders * 5]) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(found) == list(range(1, 21))
+        found = in_threads(lambda _: [llm.update_weights(each) for each in folders * 5], range(2))
+    assert sorted(found[0] + found[1]) == list(range(1, 21))
 
 
 # --- what is wrong

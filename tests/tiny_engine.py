@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import pytest
-from checkpoints import write_model
-
 from pagedkv import LLM, Engine, SamplingParams
 from pagedkv.engine import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(params=[0, 1])
-def place(request, device):
-    """Where an engine computes, and how many steps late its host learns the tokens: one on a GPU, but both work."""
-    return device, request.param
 
 
 @contextmanager
@@ -30,18 +16,6 @@ def engine(folder, place, **options):
     options = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "seed": 0} | options
     with LLM(folder, device=device, **options) as llm:
         llm._runner.num_behind = behind
-        yield llm
-
-
-@pytest.fixture
-def llm(folder, place):
-    with engine(folder, place) as llm:
-        yield llm
-
-
-@pytest.fixture(params=[0, 1])
-def cpu_llm(folder, request):
-    with engine(folder, ("cpu", request.param)) as llm:
         yield llm
 
 

@@ -6,8 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Only pages after a sequence's last full one can have unused positions; scratch is the highest fill seen plus one. */
 int64_t pk_bm_waste_tokens(const pk_block_manager *manager)
 {
@@ -101,7 +99,7 @@ static bool check_seq(pk_checker *checker, const pk_seq *seq)
         MUST(place >= 0 && place < end, "sequence %lld: page %d is not in its pool", id, page);
         MUST(!seq->is_swapped || !checker->host_used[place]++, "sequence %lld: host page %d is shared", id, place);
         if (!seq->is_swapped) checker->refs[page]++;
-        for (int64_t t = 0; t < min64(block_size, seq->num_tokens - i * block_size); t++)
+        for (int64_t t = 0; t < pk_min(block_size, seq->num_tokens - i * block_size); t++)
             MUST(page_tokens(manager, page)[t] >= 0, "sequence %lld: negative token in page %d", id, page);
         if (seq->is_swapped) continue;
         checker->full_refs[page] += is_full;

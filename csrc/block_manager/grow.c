@@ -127,7 +127,7 @@ pk_status pk_bm_commit(pk_block_manager *manager, int64_t count, const int64_t *
         pk_seq *seq = manager->named[i];
         int64_t index = seq->num_computed / manager->block_size;
         seq->num_computed = num_computed[i];
-        int64_t known = num_computed[i] < seq->num_tokens ? num_computed[i] : seq->num_tokens;
+        int64_t known = pk_min(num_computed[i], seq->num_tokens);
         for (; (index + 1) * manager->block_size <= known; index++)
             if (manager->pages[seq->blocks[index]].state == PENDING) index_set_computed(manager, seq->blocks[index]);
     }

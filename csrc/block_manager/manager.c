@@ -152,7 +152,7 @@ static void fill_prompt(pk_block_manager *manager, pk_seq *seq, pk_tokens prompt
     seq->num_computed = seq->num_blocks * manager->block_size;
     seq->num_tokens = seq->num_reserved = prompt.count;
     for (int64_t start = seq->num_computed; start < prompt.count; start += manager->block_size) {
-        int64_t n = prompt.count - start < manager->block_size ? prompt.count - start : manager->block_size;
+        int64_t n = pk_min(prompt.count - start, manager->block_size);
         int32_t page = pool_take(manager);
         memcpy(page_tokens(manager, page), prompt.ids + start, (size_t)n * sizeof *prompt.ids);
         seq->blocks[seq->num_blocks++] = page;
@@ -255,7 +255,7 @@ pk_status pk_bm_fork(pk_block_manager *manager, int64_t parent_id, int64_t child
     expect_work(num_blocks, 0);
     PK_TRY(seq_create(manager, child_id, parent->salt, num_blocks, &child, err));
     child->num_tokens = child->num_reserved = parent->num_tokens;
-    child->num_computed = parent->num_computed < parent->num_tokens ? parent->num_computed : parent->num_tokens;
+    child->num_computed = pk_min(parent->num_computed, parent->num_tokens);
     child->is_cacheable = parent->is_cacheable;
     child->num_blocks = num_blocks;
     for (int64_t i = 0; i < num_blocks; i++) {

@@ -74,7 +74,7 @@ pk_status pk_bm_resize(pk_block_manager *manager, int64_t num_blocks, pk_error *
 {
     PK_TRY(check_num_blocks(num_blocks, manager->num_host_blocks, manager->block_size, err));
     if (num_blocks == manager->num_blocks) return PK_OK;
-    expect_work(num_blocks > manager->num_blocks ? num_blocks : manager->num_blocks, 0);
+    expect_work(pk_max(num_blocks, manager->num_blocks), 0);
     PK_TRY((num_blocks > manager->num_blocks ? grow : shrink)(manager, num_blocks, err));
     pool_list_free(manager);
     follow_watermark(manager);

@@ -208,7 +208,7 @@ pk_status pk_bm_copy_tokens(const pk_block_manager *manager, int64_t seq_id, int
     PK_TRY(seq_get(manager, seq_id, &seq, err));
     expect_work(0, seq->num_tokens);
     for (int64_t start = 0; start < seq->num_tokens; start += manager->block_size) {
-        int64_t n = seq->num_tokens - start < manager->block_size ? seq->num_tokens - start : manager->block_size;
+        int64_t n = pk_min(seq->num_tokens - start, manager->block_size);
         memcpy(token_ids + start, page_tokens(manager, seq->blocks[start / manager->block_size]),
                (size_t)n * sizeof *token_ids);
     }

@@ -133,7 +133,7 @@ PK_INLINE void add_values(const int R, const pk_dtype dtype, const float *weight
                           const char *const *ahead, int64_t count, int64_t head_dim, float *accumulated,
                           int64_t row_size)
 {
-    enum { MOST = 8 };
+    enum { MOST = 8 }; /* as add_values_block unrolls */
     const int B = FEW_ACCUMULATORS / R < MOST ? FEW_ACCUMULATORS / R : MOST;
     int64_t d = 0;
     for (; d + B * VW <= head_dim; d += B * VW)

@@ -19,7 +19,7 @@ PK_INLINE void pack_keys_as(const pk_dtype dtype, const tile_walk *walk, const c
     for (int64_t key = 0; key < pk_cpu_round_up(count, VW); key += VW) {
         for (int64_t d = 0; d < walk->head_dim; d += VW) {
             vf rows[VW];
-            int64_t dims = walk->head_dim - d < VW ? walk->head_dim - d : VW;
+            int64_t dims = pk_min(walk->head_dim - d, VW);
 #pragma GCC unroll 16
             for (int i = 0; i < VW; i++) rows[i] = load_part_as(keys[key + i] + d * bytes, dtype, dims == VW);
             vf_transpose(rows);

@@ -16,9 +16,9 @@
 
 enum {
     PART_KEYS = 1024,
-    TILE_ROWS = 128, /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
-    ITEM_ROWS = 128, /* the same over all KV heads of an item */
-    ITEMS_PER_THREAD = 4,
+    TILE_ROWS = 128,         /* rows (query, query head of one KV head) of an item: its state stays in the L2 cache */
+    ITEM_ROWS = 128,         /* the same over all KV heads of an item */
+    ITEMS_PER_THREAD = 4,    /* at least, where there are heads enough: threads end at nearly the same time */
     PARALLEL_WORK = 1 << 19, /* multiplications below which waking threads costs more than it gains */
 };
 
@@ -98,7 +98,6 @@ void pk_cpu_release_attention_plan(pk_cpu_attention_plan *plan)
 }
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Queries of a sequence that one item takes. */
 static int64_t queries_per_tile(const pk_attention_args *args)
@@ -147,7 +146,7 @@ static int64_t plan_seqs(pk_cpu_attention_plan *plan, const pk_attention_args *a
 /* Rows of one KV head in an item of the sequence. */
 static int64_t tile_rows(const pk_attention_args *args, const pk_attention_seq *seq)
 {
-    return smaller(seq->num_queries, queries_per_tile(args)) * (args->num_q_heads / args->num_kv_heads);
+    return pk_min(seq->num_queries, queries_per_tile(args)) * (args->num_q_heads / args->num_kv_heads);
 }
 
 /* KV heads in an item of the sequence: many where they have few rows, because heads that share an item read the pages
@@ -155,7 +154,7 @@ static int64_t tile_rows(const pk_attention_args *args, const pk_attention_seq *
 static int64_t heads_per_item(const pk_attention_args *args, const pk_attention_seq *seq, int64_t most)
 {
     int64_t heads = ITEM_ROWS / tile_rows(args, seq);
-    return heads < 1 ? 1 : smaller(heads, most);
+    return heads < 1 ? 1 : pk_min(heads, most);
 }
 
 /* Counts the items, and writes them where `items` is not NULL. The last queries come first: under a causal mask they
@@ -180,9 +179,9 @@ static int64_t list_items(const pk_cpu_attention_plan *plan, const pk_attention_
                         .seq = (int32_t)s,
                         .part = (int32_t)part,
                         .first_query = tile * per_tile,
-                        .num_queries = smaller(per_tile, seq->num_queries - tile * per_tile),
+                        .num_queries = pk_min(per_tile, seq->num_queries - tile * per_tile),
                         .first_head = head,
-                        .num_heads = smaller(heads, args->num_kv_heads - head),
+                        .num_heads = pk_min(heads, args->num_kv_heads - head),
                     };
     }
     return count;
@@ -203,7 +202,7 @@ pk_status pk_cpu_make_attention_plan(pk_cpu_attention_plan *plan, const pk_atten
     int64_t heads = args->num_kv_heads;
     while (heads > 1 && list_items(plan, args, heads, NULL) < ITEMS_PER_THREAD * max_threads) heads = (heads + 1) / 2;
     if ((plan->num_items = list_items(plan, args, heads, NULL)) == 0) return PK_OK;
-    plan->num_threads = (int)smaller(max_threads, plan->num_items);
+    plan->num_threads = (int)pk_min(max_threads, plan->num_items);
     for (int64_t s = 0; s < args->num_seqs; s++) {
         const pk_attention_seq *seq = &plan->seqs[s];
         if (seq->num_queries == 0) continue;

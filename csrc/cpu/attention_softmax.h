@@ -35,7 +35,7 @@ static void softmax_row(const tile_walk *walk, int64_t row, int64_t head, float 
     pk_softmax_state *state = &walk->states[at];
     pk_key_range seen = pk_visible_keys(walk->args, walk->seq, walk->first_query + row / walk->group);
     int64_t seen_first = seen.first - first < 0 ? 0 : seen.first - first;
-    int64_t seen_end = seen.end - first < count ? seen.end - first : count;
+    int64_t seen_end = pk_min(seen.end - first, count);
     if (seen_end <= seen_first) {
         memset(logits, 0, (size_t)padded * sizeof *logits);
         return;

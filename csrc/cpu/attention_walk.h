@@ -132,7 +132,7 @@ static void find_tile(const tile_walk *walk, int64_t first, int64_t end, key_til
     int64_t most = is_few(walk) ? FEW_TILE : KEY_TILE, first_slot = walk->seq->first_slot + first;
     int64_t block = first_slot / args->block_size, slot = first_slot % args->block_size;
     tile->first = first;
-    tile->count = end - first < most ? end - first : most;
+    tile->count = pk_min(end - first, most);
     tile->has_masked_page = false;
     for (int64_t key = 0; key < tile->count; block++, slot = 0) {
         int64_t page = walk->seq->pages[block - walk->seq->first_block];

@@ -25,8 +25,8 @@ static bool next_piece(const pk_comm_what *what, piece *piece)
     if (piece->row == what->rows) return false;
     const int64_t columns_left = what->width - piece->column, rows_left = what->rows - piece->row;
     const int64_t rows = what->width > room ? 1 : room / what->width;
-    piece->num_columns = columns_left < room ? columns_left : room;
-    piece->num_rows = rows_left < rows ? rows_left : rows;
+    piece->num_columns = pk_min(columns_left, room);
+    piece->num_rows = pk_min(rows_left, rows);
     return true;
 }
 
@@ -48,7 +48,7 @@ static float sum_row(const pk_all_reduce_args *args, const piece *piece, int64_t
     const int64_t bytes = (int64_t)pk_dtype_bytes(args->dtype), at = piece->row + row;
     float squares = 0;
     for (int64_t first = 0; first < piece->num_columns; first += CHUNK) {
-        const int64_t count = piece->num_columns - first < CHUNK ? piece->num_columns - first : CHUNK;
+        const int64_t count = pk_min(piece->num_columns - first, CHUNK);
         const int64_t in_box = (row * piece->num_columns + first) * bytes, column = piece->column + first;
         float sum[CHUNK] = {0}, x[CHUNK];
         for (int rank = 0; rank < args->comm->size; rank++) {

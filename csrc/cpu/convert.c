@@ -23,7 +23,7 @@ void pk_cpu_store_row(void *dst, pk_dtype cache_dtype, const void *src, pk_dtype
     enum { CHUNK = 64 }; /* cache_dtype is fp8 */
     for (int64_t at = 0; at < head_dim; at += CHUNK) {
         float values[CHUNK];
-        int64_t count = head_dim - at < CHUNK ? head_dim - at : CHUNK;
+        int64_t count = pk_min(head_dim - at, CHUNK);
         pk_cpu_row_to_f32(values, (const char *)src + (size_t)at * pk_dtype_bytes(dtype), dtype, count);
         for (int64_t i = 0; i < count; i++) values[i] /= scale;
         pk_cpu_row_from_f32((uint8_t *)dst + at, cache_dtype, values, count);

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { CHUNK = 256 };
+enum { CHUNK = 256 }; /* elements of a row in fp32 at a time */
 
 /* One row. Strides count elements. */
 static void copy_row(char *dst, int64_t dst_stride, pk_dtype dst_dtype, const char *src, int64_t src_stride,
@@ -23,7 +23,7 @@ static void copy_row(char *dst, int64_t dst_stride, pk_dtype dst_dtype, const ch
     }
     for (int64_t at = 0; at < count; at += CHUNK) {
         float values[CHUNK];
-        int64_t some = count - at < CHUNK ? count - at : CHUNK;
+        int64_t some = pk_min(count - at, CHUNK);
         const char *from = src + at * src_stride * src_bytes;
         char *to = dst + at * dst_stride * dst_bytes;
         if (src_stride == 1)

@@ -39,7 +39,7 @@ void pk_cpu_round_row(float *row, pk_dtype dtype, int64_t count)
     uint16_t rounded[CHUNK];
     if (dtype == PK_F32) return;
     for (int64_t at = 0; at < count; at += CHUNK) {
-        int64_t n = count - at < CHUNK ? count - at : CHUNK;
+        int64_t n = pk_min(count - at, CHUNK);
         pk_cpu_row_from_f32(rounded, dtype, row + at, n);
         pk_cpu_row_to_f32(row + at, rounded, dtype, n);
     }
@@ -69,7 +69,7 @@ float pk_cpu_rms_scale(const pk_rms_arg *rms, int64_t row, pk_dtype dtype)
     const char *x = (const char *)rms->x + row * rms->stride * bytes;
     float values[CHUNK], sum = 0;
     for (int64_t at = 0; at < rms->row_size; at += CHUNK) {
-        int64_t count = rms->row_size - at < CHUNK ? rms->row_size - at : CHUNK;
+        int64_t count = pk_min(rms->row_size - at, CHUNK);
         pk_cpu_row_to_f32(values, x + at * bytes, dtype, count);
         sum += sum_of_squares(values, count);
     }
@@ -122,7 +122,7 @@ pk_status pk_cpu_silu_and_mul(pk_device device, const pk_silu_args *args, pk_str
         float scale = pk_cpu_rms_scale(&args->rms, t, args->dtype);
         for (int64_t at = 0; at < size; at += CHUNK) {
             float gate[CHUNK], up[CHUNK];
-            int64_t count = size - at < CHUNK ? size - at : CHUNK;
+            int64_t count = pk_min(size - at, CHUNK);
             pk_cpu_row_to_f32(gate, x + at * bytes, args->dtype, count);
             pk_cpu_row_to_f32(up, x + (size + at) * bytes, args->dtype, count);
             for (int64_t i = 0; i < count; i++) gate[i] *= scale, up[i] *= scale;

@@ -149,15 +149,16 @@ static void gather_rows(const expert_rows *rows)
         }
 }
 
+enum { COLUMNS = 256 }; /* of a token's products, in fp32 at a time */
+
 /* The sum of a token's products, from `at` on, and of what out holds; then out. */
 static void add_pairs(const expert_rows *rows, int64_t t, int64_t at, int64_t count)
 {
-    enum { MOST = 256 };
     const pk_expert_linear_args *args = rows->args;
     const pk_epilogue *to = &args->linear.epilogue;
     const int64_t bytes = (int64_t)pk_dtype_bytes(to->out_dtype), token = rows->first + t;
     char *out = (char *)to->out + (token * to->out_stride + at) * bytes;
-    float total[MOST] = {0}, before[MOST];
+    float total[COLUMNS] = {0}, before[COLUMNS];
     for (int64_t j = 0; j < args->num_chosen; j++) {
         const float weight = args->weights[token * args->num_chosen + j];
         const float *sums =
@@ -195,14 +196,13 @@ static pk_status multiply(const expert_rows *rows, pk_error *err)
 
 static void finish(const expert_rows *rows)
 {
-    enum { COLUMNS = 256 };
     const pk_expert_linear_args *args = rows->args;
     const int64_t out_features = args->linear.weight.out_features;
 #pragma omp parallel for schedule(static) if (rows->num_tokens * args->num_chosen * out_features > PK_CPU_PARALLEL)
     for (int64_t t = 0; t < rows->num_tokens; t++) {
         for (int64_t j = 0; j < args->num_chosen && !args->weights; j++) finish_pair(rows, t, j);
         for (int64_t at = 0; at < out_features && args->weights; at += COLUMNS)
-            add_pairs(rows, t, at, out_features - at < COLUMNS ? out_features - at : COLUMNS);
+            add_pairs(rows, t, at, pk_min(out_features - at, COLUMNS));
     }
 }
 
@@ -217,8 +217,8 @@ pk_status pk_cpu_expert_linear(pk_device device, const pk_expert_linear_args *gi
     expert_rows rows = {.args = args, .sums_dtype = args->weights ? PK_F32 : args->linear.x.dtype};
     const int64_t pair_bytes = row_bytes(&rows) + sums_bytes(&rows) + (int64_t)sizeof *rows.places;
     const int64_t fitting = MOST_SCRATCH / (pair_bytes * chosen) + 1;
-    const int64_t most = all_tokens < fitting ? all_tokens : fitting;
-    rows.most_products = most * chosen < args->num_experts ? most * chosen : args->num_experts;
+    const int64_t most = pk_min(all_tokens, fitting);
+    rows.most_products = pk_min(most * chosen, args->num_experts);
     char *scratch = malloc((size_t)(most * chosen * pair_bytes + rows.most_products * (int64_t)sizeof *rows.products));
     if (!scratch)
         return pk_fail(err, PK_ENOMEM, "expert_linear: cannot allocate scratch for %lld tokens", (long long)most);
@@ -228,7 +228,7 @@ pk_status pk_cpu_expert_linear(pk_device device, const pk_expert_linear_args *gi
     rows.x = rows.sums + most * chosen * sums_bytes(&rows);
     pk_status status = PK_OK;
     for (rows.first = 0; rows.first < all_tokens && status == PK_OK; rows.first += most) {
-        rows.num_tokens = all_tokens - rows.first < most ? all_tokens - rows.first : most;
+        rows.num_tokens = pk_min(all_tokens - rows.first, most);
         order_rows(&rows);
         gather_rows(&rows);
         status = multiply(&rows, err);

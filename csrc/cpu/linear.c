@@ -103,13 +103,9 @@ typedef struct {
     int64_t row_block, output_block;
 } linear_plan;
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int64_t block_rows(int64_t row_bytes)
 {
-    return larger(8, smaller(MAX_BLOCK, BLOCK_BYTES / larger(1, row_bytes) / 8 * 8));
+    return pk_max(8, pk_min(MAX_BLOCK, BLOCK_BYTES / pk_max(1, row_bytes) / 8 * 8));
 }
 
 static void choose_own_kernel(linear_plan *plan, const pk_linear_args *args)
@@ -119,8 +115,7 @@ static void choose_own_kernel(linear_plan *plan, const pk_linear_args *args)
     plan->weight_dtype = args->weight.scales ? PK_F32 : args->weight.dtype;
 #ifdef __x86_64__
     bool is_bf16 = args->x.dtype == PK_BF16 && pk_cpu_isa_level() >= PK_ISA_AVX2;
-    if (is_bf16) plan->weight_dtype = PK_BF16;
-    if (is_bf16 && pk_cpu_isa_level() >= PK_ISA_AVX2) plan->x_order = X_AS_IT_IS;
+    if (is_bf16) plan->weight_dtype = PK_BF16, plan->x_order = X_AS_IT_IS;
     if (is_bf16 && pk_cpu_has_amx())
         plan->kernel = pk_dot_amx, plan->x_order = X_IN_TILES;
     else if (is_bf16 && pk_cpu_has_fast_avx512bf16())
@@ -153,15 +148,15 @@ static linear_plan make_plan(const pk_linear_args *args, int num_threads)
     int64_t weight_bytes = args->weight.in_features * (int64_t)pk_dtype_bytes(plan.weight_dtype);
     int64_t share = args->weight.out_features / (4 * num_threads); /* of a thread that gets several blocks */
     if (plan.x_order == X_IN_TILES) {
-        int64_t most = AMX_BLOCK_BYTES / larger(1, weight_bytes);
-        most = only_reads ? PK_MAX_OUTPUT_BLOCK : smaller(MAX_AMX_BLOCK, most);
-        plan.output_block = larger(PK_AMX_ROWS, smaller(share, most) / PK_AMX_ROWS * PK_AMX_ROWS);
+        int64_t most = AMX_BLOCK_BYTES / pk_max(1, weight_bytes);
+        most = only_reads ? PK_MAX_OUTPUT_BLOCK : pk_min(MAX_AMX_BLOCK, most);
+        plan.output_block = pk_max(PK_AMX_ROWS, pk_min(share, most) / PK_AMX_ROWS * PK_AMX_ROWS);
         plan.row_block = MAX_BLOCK;
         return plan;
     }
     plan.output_block = block_rows(weight_bytes);
     if (only_reads) /* which is all: the longer, the better */
-        plan.output_block = larger(plan.output_block, smaller(share / 16 * 16, PK_MAX_OUTPUT_BLOCK));
+        plan.output_block = pk_max(plan.output_block, pk_min(share / 16 * 16, PK_MAX_OUTPUT_BLOCK));
     plan.row_block = block_rows(args->weight.in_features * x_bytes(&plan, args->x.dtype));
     return plan;
 }
@@ -172,7 +167,7 @@ static void convert_x(const pk_linear_args *args, const linear_plan *plan, char 
     int64_t row_bytes = args->x.stride * (int64_t)pk_dtype_bytes(args->x.dtype);
 #pragma omp parallel for num_threads(num_threads) if (args->x.num_rows > PK_AMX_LINES)
     for (int64_t first = 0; first < args->x.num_rows; first += PK_AMX_LINES) {
-        int64_t count = smaller(PK_AMX_LINES, args->x.num_rows - first);
+        int64_t count = pk_min(PK_AMX_LINES, args->x.num_rows - first);
         const char *x = (const char *)args->x.data + first * row_bytes;
         char *rows = to + first * x_stride * x_bytes(plan, args->x.dtype);
 #ifdef __x86_64__
@@ -193,7 +188,7 @@ static void run_block(const pk_linear_args *args, const linear_plan *plan, int64
     pk_dot_args dot = {
         .weight = (const char *)weight->data + first * weight->stride * (int64_t)pk_dtype_bytes(weight->dtype),
         .sums = sums,
-        .num_outputs = smaller(plan->output_block, weight->out_features - first),
+        .num_outputs = pk_min(plan->output_block, weight->out_features - first),
         .size = weight->in_features,
         .x_stride = args->x.stride,
         .weight_stride = weight->stride,
@@ -207,7 +202,7 @@ static void run_block(const pk_linear_args *args, const linear_plan *plan, int64
     }
     for (int64_t row = 0; row < args->x.num_rows; row += plan->row_block) {
         dot.x = (const char *)args->x.data + row * args->x.stride * x_bytes(plan, args->x.dtype);
-        dot.num_rows = smaller(plan->row_block, args->x.num_rows - row);
+        dot.num_rows = pk_min(plan->row_block, args->x.num_rows - row);
         plan->kernel(&dot);
         pk_cpu_write_sums(args, &dot, row, first);
     }
@@ -283,7 +278,7 @@ pk_status pk_cpu_multiply_each(const pk_linear_args *each, int64_t count, pk_err
     int num_threads = products > PARALLEL_PRODUCTS ? pk_cpu_num_threads() : 1;
     if (pk_cpu_is_quantized_few(most)) return pk_cpu_multiply_quantized(each, count, num_threads, err);
     linear_plan plan = make_plan(most, num_threads);
-    if (plan.is_sgemm) num_threads = (int)smaller(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
+    if (plan.is_sgemm) num_threads = (int)pk_min(num_threads, 64); /* OpenBLAS has buffers for a fixed number */
     return multiply_by_plan(each, count, &plan, num_threads, err);
 }
 

@@ -51,7 +51,7 @@ void pk_amx_tiles_of(void *tiles, const void *rows, int64_t num_rows, int64_t ro
 {
     const uint16_t *x = rows;
     for (int64_t step = 0; step < num_steps(size); step++) {
-        const int64_t left = size - step * STEP, count = left < STEP ? left : STEP;
+        const int64_t left = size - step * STEP, count = pk_min(left, STEP);
         v16 lines[LINES] = {0};
         if (count == STEP)
             for (int64_t r = 0; r < num_rows; r++) memcpy(&lines[r], x + r * row_stride + step * STEP, LINE_BYTES);
@@ -120,7 +120,7 @@ static inline void multiply_rows(const pk_dot_args *args, int64_t output, int64_
     }
     for (int64_t step = whole; step < steps; step++) {
         const int64_t size = args->size - step * STEP;
-        multiply_rest(weight + step * LINE_BYTES, weight_row, left < PAIR ? left : PAIR, size < STEP ? size : STEP,
+        multiply_rest(weight + step * LINE_BYTES, weight_row, pk_min(left, PAIR), pk_min(size, STEP),
                       x + step * TILE_BYTES, has_second ? second_x + step * TILE_BYTES : NULL);
     }
     v16 tiles[4][LINES];

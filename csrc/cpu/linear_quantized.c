@@ -28,7 +28,7 @@ static void arrange_x(const pk_linear_args *args, float *to, int64_t stride, flo
 /* One block of outputs of a product, whose rows of x lie `stride` floats apart. */
 static void run_block(const pk_linear_args *args, int64_t first, const float *x, int64_t stride, float *sums)
 {
-    const int64_t left = args->weight.out_features - first, count = left < OUTPUTS ? left : OUTPUTS;
+    const int64_t left = args->weight.out_features - first, count = pk_min(left, OUTPUTS);
     const pk_weight_dot dot = {&args->weight, first, count, x, sums, args->x.num_rows, stride, OUTPUTS};
     pk_cpu_weights()->dot(&dot);
     const pk_dot_args done = {.sums = sums, .num_rows = args->x.num_rows, .num_outputs = count, .sums_stride = OUTPUTS};

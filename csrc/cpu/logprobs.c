@@ -10,7 +10,7 @@ enum { CHUNK = 256 }; /* logits in fp32 at a time */
 
 static int64_t load_chunk(float *chunk, const void *logits, const pk_logprobs_args *args, int64_t at)
 {
-    int64_t count = args->vocab_size - at < CHUNK ? args->vocab_size - at : CHUNK;
+    int64_t count = pk_min(args->vocab_size - at, CHUNK);
     pk_cpu_row_to_f32(chunk, (const char *)logits + at * (int64_t)pk_dtype_bytes(args->dtype), args->dtype, count);
     return count;
 }

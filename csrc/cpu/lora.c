@@ -22,7 +22,7 @@ static float dot(const float *x, const float *y, int64_t count)
     return sum;
 }
 
-static int64_t piece_at(int64_t start, int64_t size) { return size - start < PIECE ? size - start : PIECE; }
+static int64_t piece_at(int64_t start, int64_t size) { return pk_min(size - start, PIECE); }
 
 /* hidden = x @ a.T, [num_tokens, rank] */
 static void shrink(const lora_run *run, float *hidden)

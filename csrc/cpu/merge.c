@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-enum { MAX_CHUNK = 256 };
+enum { CHUNK = 256 }; /* elements of a head in fp32 at a time */
 
 /* lse' of one row, whose parts lie `stride` apart. */
 static float log_sum_exp(const float *part_lses, int64_t num_parts, int64_t stride)
@@ -24,9 +24,9 @@ static void merge_row(const pk_merge_args *args, int64_t token, int64_t head)
     int64_t row = token * num_heads + head, part_stride = args->num_tokens * num_heads;
     float lse = log_sum_exp(args->part_lses + lse_at, args->num_parts, lse_stride);
     if (args->lse) args->lse[lse_at] = lse;
-    for (int64_t at = 0; at < head_dim; at += MAX_CHUNK) {
-        int64_t count = head_dim - at < MAX_CHUNK ? head_dim - at : MAX_CHUNK;
-        float sum[MAX_CHUNK] = {0}, part[MAX_CHUNK];
+    for (int64_t at = 0; at < head_dim; at += CHUNK) {
+        int64_t count = pk_min(head_dim - at, CHUNK);
+        float sum[CHUNK] = {0}, part[CHUNK];
         for (int64_t i = 0; i < args->num_parts; i++) {
             float part_lse = args->part_lses[i * lse_stride + lse_at];
             if (part_lse == -INFINITY) continue; /* this part saw nothing: its row may hold anything */

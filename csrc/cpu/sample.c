@@ -17,7 +17,7 @@ enum { CHUNK = 4 * PK_GUMBEL_BLOCK }; /* tokens: the blocks of one call of Philo
 /* logits[at .. at + CHUNK) in fp32; -inf beyond the end of the row, which never wins. Returns the greatest. */
 static float load_chunk(float *chunk, const void *logits, pk_dtype dtype, int64_t at, int64_t vocab_size)
 {
-    int64_t count = vocab_size - at < CHUNK ? vocab_size - at : CHUNK;
+    int64_t count = pk_min(vocab_size - at, CHUNK);
     pk_cpu_row_to_f32(chunk, (const char *)logits + at * (int64_t)pk_dtype_bytes(dtype), dtype, count);
     for (int64_t i = count; i < CHUNK; i++) chunk[i] = -INFINITY;
     float greatest = -INFINITY;

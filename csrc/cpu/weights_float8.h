@@ -105,7 +105,7 @@ PK_INLINE uint64_t f8_columns(vf *totals, const pk_weight *weight, int64_t row, 
     const int64_t columns = weight->block_columns;
     uint64_t nans = 0;
     for (int64_t at = from, block = from / columns, count; at < to; at += count, block++) {
-        count = at_most((block + 1) * columns, to) - at;
+        count = pk_min((block + 1) * columns, to) - at;
         nans |= f8_block(totals, data + at, x + at, x_stride, count, scale_at(weight, row, block), num_rows);
     }
     return nans;
@@ -127,7 +127,7 @@ PK_INLINE void decode_f8(void *to, const pk_dtype dtype, int64_t at, const uint8
         }
     for (; i < count; i += VW) { /* the end, or all from a NaN on */
         uint8_t rest[VW] = {0};
-        memcpy(rest, from + i, (size_t)at_most(VW, count - i));
+        memcpy(rest, from + i, (size_t)pk_min(VW, count - i));
         store_as(to, dtype, at + i, vf_load_as(rest, PK_F8E4M3) * vf_set1(scale), count - i);
     }
 }
@@ -187,19 +187,19 @@ PK_INLINE void f8_look_up(uint16_t *to, const uint8_t *from, const f8_table *tab
 /* Rows to bf16, all `count` of one row of blocks: up to MAX_TABLES blocks of one after the other, as they lie. */
 static void f8_rows_by_tables(uint16_t *to, const pk_weight *weight, int64_t first, int64_t count)
 {
-    const int64_t size = weight->in_features, columns = at_most(weight->block_columns, size);
+    const int64_t size = weight->in_features, columns = pk_min(weight->block_columns, size);
     float numbers[F8_CODES];
     f8_table tables[MAX_TABLES];
     f8_numbers(numbers);
     for (int64_t start = 0, block = 0; start < size; start += MAX_TABLES * columns, block += MAX_TABLES) {
-        const int64_t end = at_most(start + MAX_TABLES * columns, size);
+        const int64_t end = pk_min(start + MAX_TABLES * columns, size);
         for (int64_t i = 0; i < MAX_TABLES && start + i * columns < end; i++)
             tables[i] = f8_table_of(numbers, scale_at(weight, first, block + i));
         for (int64_t r = 0; r < count; r++) {
             const uint8_t *from = (const uint8_t *)weight->data + (first + r) * weight->stride;
             const f8_table *table = tables;
             for (int64_t at = start, next; at < end; at = next, table++) {
-                next = at_most(at + columns, end);
+                next = pk_min(at + columns, end);
                 for (; at + 64 <= next; at += 64) f8_look_up(to + r * size + at, from + at, table);
                 if (at < next)
                     decode_f8(to, PK_BF16, r * size + at, from + at, next - at, scale_at(weight, first, at / columns));

@@ -102,7 +102,7 @@ PK_INLINE void blocks_of_words(vf *scale, vf *zero, const pk_weight *weight, int
     if (VW % words == 0) { /* without memory, where other stores would be waited for */
         const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const __m512i of_lane = (__m512i)(lane >> __builtin_ctzll((uint64_t)words));
-        const int64_t count = at_most(VW, num_words - word) / words;
+        const int64_t count = pk_min(VW, num_words - word) / words;
         *scale = _mm512_permutexvar_ps(of_lane, load_scales(weight, row, block, count));
         if (!zeros) return;
         const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), zeros + block);
@@ -130,7 +130,7 @@ PK_INLINE void int4_columns(vf *totals, const pk_weight *weight, int64_t row, in
     if (words % VW == 0 || weight->block_columns == weight->in_features) { /* VW words have one scale */
         for (; word < end; word += count, block++) {
             const vf zero = vf_set1(has_zeros ? (float)zeros[block] - PK_INT4_ZERO : 0);
-            count = at_most((block + 1) * words, end) - word;
+            count = pk_min((block + 1) * words, end) - word;
             int4_words(totals, data + word * WORD_BYTES, x + word * WORD, x_stride, count,
                        vf_set1(scale_at(weight, row, block)), (int4_zeros){zero, has_zeros, true}, num_rows);
         }
@@ -139,7 +139,7 @@ PK_INLINE void int4_columns(vf *totals, const pk_weight *weight, int64_t row, in
     for (; word < end; word += VW) {
         vf scale, zero = vf_set1(0.0f);
         blocks_of_words(&scale, &zero, weight, row, word, zeros);
-        int4_words(totals, data + word * WORD_BYTES, x + word * WORD, x_stride, at_most(VW, end - word), scale,
+        int4_words(totals, data + word * WORD_BYTES, x + word * WORD, x_stride, pk_min(VW, end - word), scale,
                    (int4_zeros){zero, has_zeros, false}, num_rows);
     }
 }
@@ -247,7 +247,7 @@ PK_INLINE void int4_row_to_bf16(uint16_t *to, const pk_weight *weight, int64_t r
         int4_words_to_bf16(to + at, from + at / 2, scale, zero);
     }
     for (int64_t block = at / columns; at < size; at += count, block++) {
-        count = at_most((block + 1) * columns, size) - at;
+        count = pk_min((block + 1) * columns, size) - at;
         decode_int4(to, PK_BF16, at, from + at / 2, count, (float)(zeros ? zeros[block] : PK_INT4_ZERO),
                     scale_at(weight, row, block));
     }

@@ -23,8 +23,6 @@ PK_INLINE vf sum_of_parts(const vf *sums, const int row, const int num_rows)
     return sums[row];
 }
 
-PK_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
 PK_INLINE float scale_at(const pk_weight *weight, int64_t row, int64_t block)
 {
     const int64_t at = row / weight->block_rows * weight->scales_stride + block;

@@ -66,7 +66,7 @@ static int64_t longest_query(const pk_env *env, const pk_attention_call *call)
 {
     int64_t tokens = pk_dim(env, 'T'), seqs = pk_dim(env, 'S');
     if (!call->cu_seqlens_q) return seqs ? tokens / seqs : 0;
-    return call->max_seqlen_q < tokens ? call->max_seqlen_q : tokens;
+    return pk_min(call->max_seqlen_q, tokens);
 }
 
 /* What both operations look at, all but the scales and the outputs. */

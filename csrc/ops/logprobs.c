@@ -14,7 +14,7 @@ pk_status pk_token_logprobs(const pk_logprobs_call *call, pk_stream stream, pk_e
     PK_EXPECT(&env, "logits", logits, "T V", PK_ANY_FLOAT);
     PK_EXPECT(&env, "token_ids", token_ids, "T", PK_ACCEPT_I32);
     PK_TRY(pk_expect_vocab_size(&env, "logits", 1));
-    int64_t vocab_size = pk_dim(&env, 'V'), most = vocab_size < PK_MAX_BEST ? vocab_size : PK_MAX_BEST;
+    int64_t vocab_size = pk_dim(&env, 'V'), most = pk_min(vocab_size, PK_MAX_BEST);
     if (num_best < 0 || num_best > most)
         return pk_fail(err, PK_EVALUE, "num_best is %lld but must be 0 to %lld", (long long)num_best, (long long)most);
     const pk_backend *backend;

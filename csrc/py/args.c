@@ -3,15 +3,21 @@
 
 #include <string.h>
 
+int py_refuse_type(const char *name, const char *expected, PyTypeObject *type)
+{
+    PyObject *given = PyType_GetName(type);
+    if (given) PyErr_Format(PyExc_TypeError, "%s: must be %s, not '%U'", name, expected, given);
+    Py_XDECREF(given);
+    return -1;
+}
+
 int py_int64_arg(const char *name, PyObject *value, int64_t *out)
 {
     PyObject *integer = PyNumber_Index(value);
     if (!integer) {
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            PyObject *type = PyType_GetName(Py_TYPE(value));
-            if (type) PyErr_Format(PyExc_TypeError, "%s: must be an int, not '%U'", name, type);
-            Py_XDECREF(type);
+            py_refuse_type(name, "an int", Py_TYPE(value));
         }
         return -1;
     }
@@ -22,15 +28,22 @@ int py_int64_arg(const char *name, PyObject *value, int64_t *out)
     return overflow ? -1 : 0;
 }
 
+int py_int_in_arg(const char *name, PyObject *value, int64_t low, int64_t high, int64_t *out)
+{
+    if (py_int64_arg(name, value, out) < 0) return -1;
+    if (*out >= low && *out <= high) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: is %lld but must be in [%lld, %lld]", name, (long long)*out, (long long)low,
+                 (long long)high);
+    return -1;
+}
+
 int py_double_arg(const char *name, PyObject *value, double *out)
 {
     *out = PyFloat_AsDouble(value);
     if (*out != -1.0 || !PyErr_Occurred()) return 0;
     if (PyErr_ExceptionMatches(PyExc_TypeError)) {
         PyErr_Clear();
-        PyObject *type = PyType_GetName(Py_TYPE(value));
-        if (type) PyErr_Format(PyExc_TypeError, "%s: must be a number, not '%U'", name, type);
-        Py_XDECREF(type);
+        py_refuse_type(name, "a number", Py_TYPE(value));
     } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError, "%s: %R does not fit in a float", name, value);

@@ -4,7 +4,10 @@
 
 #include "py/py.h"
 
+/* TypeError "name: must be expected, not 'type'". Returns -1. */
+int py_refuse_type(const char *name, const char *expected, PyTypeObject *type);
 int py_int64_arg(const char *name, PyObject *value, int64_t *out);
+int py_int_in_arg(const char *name, PyObject *value, int64_t low, int64_t high, int64_t *out);
 int py_double_arg(const char *name, PyObject *value, double *out);
 /* 1, 0 or -1. What has only a length is refused: "no" would be true. */
 int py_bool_arg(const char *name, PyObject *value);

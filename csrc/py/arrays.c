@@ -197,18 +197,6 @@ static int from_tensor(const char *name, const pk_view *view, pk_dtype dtype, in
     return 0;
 }
 
-static int refuse_object(const char *name, PyObject *object)
-{
-    PyObject *type = PyType_GetName(Py_TYPE(object));
-    if (type)
-        PyErr_Format(PyExc_TypeError,
-                     "%s: must be a sequence of ints (a list, a tuple, a range) or a tensor of them (torch, NumPy, "
-                     "pagedkv, DLPack), not '%U'",
-                     name, type);
-    Py_XDECREF(type);
-    return -1;
-}
-
 int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype dtype, int64_t min, int64_t max,
                  py_ints *ints)
 {
@@ -230,7 +218,11 @@ int py_take_ints(py_state *state, const char *name, PyObject *object, pk_dtype d
     bool is_sequence = PySequence_Check(object) && !PyUnicode_Check(object);
     if (!is_sequence && is_tensor) return -1;
     PyErr_Clear();
-    return is_sequence ? from_sequence(name, object, dtype, min, max, ints) : refuse_object(name, object);
+    if (is_sequence) return from_sequence(name, object, dtype, min, max, ints);
+    return py_refuse_type(name,
+                          "a sequence of ints (a list, a tuple, a range) or a tensor of them (torch, NumPy, pagedkv, "
+                          "DLPack)",
+                          Py_TYPE(object));
 }
 
 void py_release_ints(py_ints *ints)

@@ -36,7 +36,6 @@ struct py_step_memory {
 
 enum { ALIGN = 16 }; /* elements: arrays of one step share no cache line */
 static int64_t round_up(int64_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
-static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void py_step_memory_release(py_step_memory *memory)
 {
@@ -126,9 +125,9 @@ static py_step_memory *fill(PyObject *self, const py_ints *ids, const py_ints *s
     pk_error err;
     PY_LOCKED(self, {
         status = pk_bm_step_size(manager->core, ids->count, ids->i64, starts->i64, lens->i64, size, &err);
-        size->max_blocks = max64(size->max_blocks, least->max_blocks);
-        int64_t num_seqs = max64(size->num_seqs, least->num_seqs);
-        capacities wanted = {max64(size->num_tokens, least->num_tokens), num_seqs, num_seqs * size->max_blocks};
+        size->max_blocks = pk_max(size->max_blocks, least->max_blocks);
+        int64_t num_seqs = pk_max(size->num_seqs, least->num_seqs);
+        capacities wanted = {pk_max(size->num_tokens, least->num_tokens), num_seqs, num_seqs * size->max_blocks};
         if (status == PK_OK) status = make_room(&manager->step_memory, &wanted, &err);
         if (status == PK_OK) {
             memory = manager->step_memory;

@@ -9,12 +9,7 @@ int py_salt_arg(PyObject *value, pk_salt *salt)
 {
     char *bytes = "";
     Py_ssize_t num_bytes = 0;
-    if (value && !PyBytes_Check(value)) {
-        PyObject *type = PyType_GetName(Py_TYPE(value));
-        if (type) PyErr_Format(PyExc_TypeError, "salt: must be bytes, not '%U'", type);
-        Py_XDECREF(type);
-        return -1;
-    }
+    if (value && !PyBytes_Check(value)) return py_refuse_type("salt", "bytes", Py_TYPE(value));
     if (value && PyBytes_AsStringAndSize(value, &bytes, &num_bytes) < 0) return -1;
     *salt = (pk_salt){bytes, num_bytes};
     return 0;
@@ -44,9 +39,10 @@ static void release_token_lists(token_lists *lists)
         py_release_ints(&lists->ints[i]);
         if (i % 64 == 63) py_yield_gil_when_due(&since);
     }
-    PY_WITHOUT_GIL(lists->num_ints >= 4096, { /* a py_ints has 300 bytes */
-                                              if (lists->tokens != &lists->one) free(lists->tokens);
-                                              if (lists->ints != &lists->one_ints) free(lists->ints);
+    enum { MANY_LISTS = 4096 }; /* a py_ints has 300 bytes */
+    PY_WITHOUT_GIL(lists->num_ints >= MANY_LISTS, {
+        if (lists->tokens != &lists->one) free(lists->tokens);
+        if (lists->ints != &lists->one_ints) free(lists->ints);
     });
 }
 

@@ -34,7 +34,7 @@ static const char type_doc[] =
 static int key_arg(PyObject *value, uint8_t key[16])
 {
     PyObject *bytes = NULL;
-    if (value && value != Py_None) {
+    if (py_is_given(value)) {
         bytes = Py_NewRef(value);
     } else {
         PyObject *os = PyImport_ImportModule("os");
@@ -226,9 +226,7 @@ static int set_watermark_blocks(PyObject *self, PyObject *value, void *unused)
     }
     if (py_int64_arg("watermark_blocks", value, &num_blocks) < 0) return -1;
     PY_LOCKED(self, status = pk_bm_set_watermark(manager_of(self)->core, num_blocks, &err));
-    if (status == PK_OK) return 0;
-    py_raise(py_state_of(self), &err);
-    return -1;
+    return status == PK_OK ? 0 : py_raise_int(py_state_of(self), &err);
 }
 
 #define COUNT(name, field, doc)                                           \

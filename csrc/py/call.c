@@ -28,7 +28,7 @@ int py_call_begin(py_call *call, py_state *state, int signature, PyObject *const
     call->signature = &state->signatures[signature];
     if (py_bind(call->signature, args, nargs, kwnames, call->given) < 0) return -1;
     const int stream = call->signature->stream;
-    if (stream < 0 || !call->given[stream] || call->given[stream] == Py_None) return 0;
+    if (stream < 0 || !py_is_given(call->given[stream])) return 0;
     call->stream_is_given = call->stream_is_fixed = true;
     return py_stream_arg(state, call->given[stream], &call->stream, &call->given_queue);
 }
@@ -131,11 +131,6 @@ const pk_view *py_call_object(py_call *call, const char *name, PyObject *object,
     if (call->has_failed) return NULL;
     call->num_tensors++;
     return &taken->view;
-}
-
-static bool is_given(const py_call *call, int parameter)
-{
-    return call->given[parameter] && call->given[parameter] != Py_None;
 }
 
 static int take_list(py_call *call, int parameter, bool writable, py_tensor_list *list)
@@ -278,7 +273,7 @@ void py_call_output(py_call *call, int parameter, py_output *output)
     output->call = call;
     output->object = NULL;
     output->is_new = false;
-    output->base.is_given = parameter >= 0 && is_given(call, parameter);
+    output->base.is_given = parameter >= 0 && py_is_given(call->given[parameter]);
     output->base.allocate = allocate_output;
     output->base.owner = output;
     if (!output->base.is_given) return;

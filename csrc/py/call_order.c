@@ -12,12 +12,12 @@
 int py_call_note_framework(py_call *call, const char *name, const py_tensor_in *taken)
 {
     const pk_device device = taken->view.device;
-    const int64_t numel = pk_view_numel(&taken->view), enough = (int64_t)1 << 32; /* so that no sum overflows */
-    call->num_elements += numel < enough ? numel : enough;
+    const int64_t numel = pk_min(pk_view_numel(&taken->view), (int64_t)1 << 32); /* so that no sum overflows */
+    call->num_elements += numel;
     call->has_memory |= taken->memory != NULL;
     call->has_torch |= taken->exchange && taken->exchange == call->state->torch;
     if (device.type == PK_CPU) {
-        if (!taken->view.is_pinned) call->num_on_host += numel < enough ? numel : enough;
+        if (!taken->view.is_pinned) call->num_on_host += numel;
         return 0;
     }
     if (call->device.type == PK_CPU) call->device = device;
@@ -276,13 +276,11 @@ int py_call_keep_output(py_call *call, PyObject *object)
     py_memory_written(memory, call->queue);
     if (!call->is_in_foreign_capture) return 0;
     memory->is_in_graph = true;
-    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, py_drop_later, object, &err) ==
-        PK_OK) {
-        Py_INCREF(object);
-        return 0;
-    }
-    py_raise(call->state, &err);
-    return -1;
+    if (call->queue->backend->capture_keep(call->queue->device, call->queue->handle, py_drop_later, object, &err) !=
+        PK_OK)
+        return py_raise_int(call->state, &err);
+    Py_INCREF(object);
+    return 0;
 }
 
 int py_call_note_writes(py_call *call)

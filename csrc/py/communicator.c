@@ -90,15 +90,6 @@ static int read_name(const char *argument, PyObject *object, pk_device device, c
     return -1;
 }
 
-static int read_number(const char *name, PyObject *object, int64_t low, int64_t high, int64_t *number)
-{
-    if (py_int64_arg(name, object, number) < 0) return -1;
-    if (*number >= low && *number <= high) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: is %lld but must be in [%lld, %lld]", name, (long long)*number, (long long)low,
-                 (long long)high);
-    return -1;
-}
-
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     enum { RANK, SIZE, FD, DEVICE, TIMEOUT, JOIN_TIMEOUT, WAY, MEMORY, COUNT };
@@ -110,9 +101,10 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int way, memory;
     pk_error err;
     if (py_bind_call(&state->signatures[PY_SIG_Communicator], args, kwargs, given) < 0 ||
-        read_number("size", given[SIZE], 1, PK_COMM_MAX_RANKS, &size) < 0 ||
-        read_number("rank", given[RANK], 0, size - 1, &rank) < 0 ||
-        read_number("fd", given[FD], 0, INT32_MAX, &fd) < 0 || read_seconds("timeout", given[TIMEOUT], &timeout) < 0 ||
+        py_int_in_arg("size", given[SIZE], 1, PK_COMM_MAX_RANKS, &size) < 0 ||
+        py_int_in_arg("rank", given[RANK], 0, size - 1, &rank) < 0 ||
+        py_int_in_arg("fd", given[FD], 0, INT32_MAX, &fd) < 0 ||
+        read_seconds("timeout", given[TIMEOUT], &timeout) < 0 ||
         read_seconds("join_timeout", given[JOIN_TIMEOUT], &join_timeout) < 0)
         return NULL;
     if (given[DEVICE] && py_device_arg("device", given[DEVICE], &device) < 0) return NULL;

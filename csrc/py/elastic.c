@@ -122,8 +122,7 @@ static int resize_range(PyObject *object, size_t bytes)
         __atomic_store_n(&self->size, self->range.size, __ATOMIC_RELEASE);
         pthread_mutex_unlock(&self->lock.mutex);
     });
-    if (status != PK_OK) py_raise(py_state_of(object), &err);
-    return status == PK_OK ? 0 : -1;
+    return status == PK_OK ? 0 : py_raise_int(py_state_of(object), &err);
 }
 
 PyDoc_STRVAR(
@@ -141,10 +140,7 @@ static PyObject *elastic_resize(PY_FASTCALL)
     py_elastic *elastic = elastic_of(self);
     const size_t granularity = elastic->range.granularity;
     int64_t num_bytes;
-    if (py_int64_arg("num_bytes", given[0], &num_bytes) < 0) return NULL;
-    if (num_bytes < 0 || (size_t)num_bytes > elastic->range.capacity)
-        return PyErr_Format(PyExc_ValueError, "num_bytes: is %lld but must be in [0, %zu]", (long long)num_bytes,
-                            elastic->range.capacity);
+    if (py_int_in_arg("num_bytes", given[0], 0, (int64_t)elastic->range.capacity, &num_bytes) < 0) return NULL;
     size_t bytes = ((size_t)num_bytes + granularity - 1) / granularity * granularity;
     lock_elastic(elastic);
     const size_t needed = elastic->needed;

@@ -22,6 +22,12 @@ PyObject *py_raise(py_state *state, const pk_error *err)
     return NULL;
 }
 
+int py_raise_int(py_state *state, const pk_error *err)
+{
+    py_raise(state, err);
+    return -1;
+}
+
 int py_need_exception(const char *name, const char *what)
 {
     if (!PyErr_Occurred()) PyErr_Format(PyExc_BufferError, "%s: its producer's %s failed without a reason", name, what);

@@ -197,10 +197,7 @@ static int begin_capture(py_state *state, py_graph *graph, py_stream *stream)
     if (!(graph->kept = PyList_New(0))) return -1;
     /* Who needs what was queued on the stream so far can wait for it during the capture, too. */
     if (py_queue_mark(state, stream->queue) < 0) return -1;
-    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK) {
-        py_raise(state, &err);
-        return -1;
-    }
+    if (stream->backend->capture_begin(stream->device, stream->handle, &err) != PK_OK) return py_raise_int(state, &err);
     if (py_enter_stream(graph->stream) == 0) return 0;
     stream->backend->capture_end(stream->device, stream->handle, NULL, NULL, NULL);
     return -1;
@@ -256,7 +253,7 @@ static py_queue *replay_queue(PyObject *self, PyObject *given)
     py_graph *graph = graph_of(self);
     py_state *state = py_state_of(self);
     py_stream *captured_on = py_stream_of(graph->stream);
-    bool is_given = given && given != Py_None;
+    bool is_given = py_is_given(given);
     if (!is_given && capturing) return py_capturing_queue();
     for (int i = 0; i < graph->num_frameworks && !is_given; i++) {
         const py_framework *framework = &graph->frameworks[i];
@@ -324,7 +321,7 @@ static PyObject *graph_replay(PY_FASTCALL)
     py_stream *captured_on = py_stream_of(graph->stream);
     if (captured_on->backend->graph_launch(captured_on->device, graph->handle, queue->handle, &err) != PK_OK)
         return py_raise(py_state_of(self), &err);
-    return note_replay(self, queue, given[0] && given[0] != Py_None) < 0 ? NULL : Py_NewRef(Py_None);
+    return note_replay(self, queue, py_is_given(given[0])) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 // --- the type

@@ -83,7 +83,7 @@ py_queue *py_queue_of(py_state *state, pk_device device, pk_stream stream, py_st
         PyErr_NoMemory();
         return NULL;
     }
-    *queue = (py_queue){queues, backend, device, stream, id, kind, false, false, 0, 0, NULL};
+    *queue = (py_queue){.next = queues, .backend = backend, .device = device, .handle = stream, .id = id, .kind = kind};
     return queues = queue;
 }
 
@@ -96,17 +96,11 @@ py_queue *py_queue_of_framework(py_state *state, const char *name, const DLPackE
 
 // --- ordering
 
-static int raise_error(py_state *state, const pk_error *err)
-{
-    py_raise(state, err);
-    return -1;
-}
-
 int py_queue_capture_id(py_state *state, const py_queue *queue, uint64_t *id)
 {
     pk_error err;
     if (queue->backend->capture_id(queue->device, queue->handle, id, &err) == PK_OK) return 0;
-    return raise_error(state, &err);
+    return py_raise_int(state, &err);
 }
 
 /* Puts the event after all that was queued so far: that of a FOREIGN stream stands there already. */
@@ -122,13 +116,13 @@ int py_queue_submit(py_state *state, py_queue *queue)
     pk_error err;
     queue->submitted++;
     if (queue->kind != PY_STREAM_FOREIGN || put_mark(queue, true, &err) == PK_OK) return 0;
-    return raise_error(state, &err);
+    return py_raise_int(state, &err);
 }
 
 int py_queue_mark(py_state *state, py_queue *queue)
 {
     pk_error err;
-    return put_mark(queue, false, &err) == PK_OK ? 0 : raise_error(state, &err);
+    return put_mark(queue, false, &err) == PK_OK ? 0 : py_raise_int(state, &err);
 }
 
 int py_queue_wait(py_state *state, py_queue *queue, uint64_t tick)
@@ -138,7 +132,7 @@ int py_queue_wait(py_state *state, py_queue *queue, uint64_t tick)
     if (queue->is_gone || tick <= queue->done) return 0;
     if (put_mark(queue, false, &err) != PK_OK ||
         queue->backend->event_synchronize(queue->device, queue->mark, &err) != PK_OK)
-        return raise_error(state, &err);
+        return py_raise_int(state, &err);
     if (queue->done < so_far) queue->done = so_far;
     return 0;
 }
@@ -162,7 +156,7 @@ int py_queue_after(py_state *state, py_queue *queue, py_queue *other)
     if (put_mark(other, false, &err) == PK_OK &&
         queue->backend->stream_wait(queue->device, queue->handle, other->mark, &err) == PK_OK)
         return 0;
-    return raise_error(state, &err);
+    return py_raise_int(state, &err);
 }
 
 // --- memory
@@ -171,7 +165,7 @@ int py_queue_after(py_state *state, py_queue *queue, py_queue *other)
 static int after_foreign_graph(py_state *state, py_queue *queue)
 {
     pk_error err;
-    if (!state->torch) return queue->backend->synchronize(queue->device, &err) == PK_OK ? 0 : raise_error(state, &err);
+    if (!state->torch) return queue->backend->synchronize(queue->device, &err) == PK_OK ? 0 : py_raise_int(state, &err);
     py_queue *torch = py_queue_of_framework(state, "stream", state->torch, queue->device);
     return torch ? py_queue_after(state, queue, torch) : -1;
 }
@@ -221,7 +215,7 @@ int py_memory_wait(py_state *state, py_memory *memory, pk_device device, bool is
     const pk_backend *backend;
     if (device.type != PK_CPU && (memory->is_shared || memory->is_in_graph))
         if (pk_backend_of(device, &backend, &err) != PK_OK || backend->synchronize(device, &err) != PK_OK)
-            return raise_error(state, &err);
+            return py_raise_int(state, &err);
     const py_memory before = *memory;
     if (before.writer && py_queue_wait(state, before.writer, before.tick) < 0) return -1;
     for (int i = 0; i < PY_MAX_READERS && is_written && before.readers[i].queue; i++)

@@ -139,6 +139,7 @@ extern PyMethodDef py_tensor_functions[], py_runtime_functions[], py_array_funct
 
 /* Sets the exception that the one table gives for err->status; returns NULL. */
 PyObject *py_raise(py_state *state, const pk_error *err);
+int py_raise_int(py_state *state, const pk_error *err); /* the same; returns -1 */
 /* A producer of tensors may fail and set no exception: makes sure that there is one; returns -1. */
 int py_need_exception(const char *name, const char *what);
 
@@ -154,6 +155,8 @@ int py_bind(const py_signature *signature, PyObject *const *args, Py_ssize_t nar
             PyObject **given);
 /* The same for a tp_new or tp_init. */
 int py_bind_call(const py_signature *signature, PyObject *args, PyObject *kwargs, PyObject **given);
+/* Where None says the same as nothing. */
+static inline bool py_is_given(PyObject *argument) { return argument && argument != Py_None; }
 
 /* Binds the arguments of a function (PY_FASTCALL) named as in PY_SIGNATURES into `given`, or returns NULL from it. */
 #define PY_BIND(state, name)        \

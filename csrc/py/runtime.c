@@ -124,8 +124,7 @@ static PyObject *py_set_num_threads(PY_FASTCALL)
 {
     PY_BIND(py_module_state(self), set_num_threads);
     int64_t n;
-    if (py_int64_arg("n", given[0], &n) < 0) return NULL;
-    if (n < 1 || n > 4096) return PyErr_Format(PyExc_ValueError, "n: is %lld but must be in [1, 4096]", (long long)n);
+    if (py_int_in_arg("n", given[0], 1, 4096, &n) < 0) return NULL;
     pk_host_backend()->set_num_threads((int)n);
     Py_RETURN_NONE;
 }

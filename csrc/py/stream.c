@@ -77,7 +77,7 @@ py_queue *py_queue_arg(PyObject *self, PyObject *object, pk_device device)
     py_state *state = py_state_of(self);
     py_queue *queue = py_entered_queue(device);
     pk_stream stream = NULL;
-    if (object && object != Py_None) {
+    if (py_is_given(object)) {
         if (py_stream_arg(state, object, &stream, &queue) < 0) return NULL;
         if (!queue) return py_queue_of(state, device, stream, PY_STREAM_FOREIGN);
     }
@@ -100,8 +100,7 @@ int py_device_with(py_state *state, PyObject *object, size_t entry, const char *
     *device = (pk_device){PK_CUDA, 0};
     if (object && py_device_arg("device", object, device) < 0) return -1;
     if (pk_backend_with(*device, entry, what, backend, &err) == PK_OK) return 0;
-    py_raise(state, &err);
-    return -1;
+    return py_raise_int(state, &err);
 }
 
 // --- Stream

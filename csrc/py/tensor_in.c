@@ -225,16 +225,6 @@ static bool has_attribute(PyTypeObject *type, const char *name)
     return PyObject_HasAttrString((PyObject *)type, name);
 }
 
-static int refuse_type(const char *name, PyTypeObject *type)
-{
-    PyObject *type_name = PyType_GetName(type);
-    if (type_name)
-        PyErr_Format(PyExc_TypeError, "%s: must be a tensor (torch, NumPy, pagedkv, DLPack), not '%U'", name,
-                     type_name);
-    Py_XDECREF(type_name);
-    return -1;
-}
-
 /* A buffer says nothing of devices. So it is read first only where nothing else is offered, or the type says that its
  * arrays are the host's (NumPy's __array_interface__): CuPy's and JAX's types have buffers, too. */
 static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_known_type *known)
@@ -256,7 +246,7 @@ static int reader_of(py_state *state, const char *name, PyTypeObject *type, py_k
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
         PyErr_Clear();
         bool has_buffer = PyType_GetSlot(type, Py_bf_getbuffer) != NULL, has_dlpack = has_attribute(type, "__dlpack__");
-        if (!has_buffer && !has_dlpack) return refuse_type(name, type);
+        if (!has_buffer && !has_dlpack) return py_refuse_type(name, "a tensor (torch, NumPy, pagedkv, DLPack)", type);
         bool is_on_host = !has_dlpack || has_attribute(type, "__array_interface__");
         known->reader = has_buffer && is_on_host ? PY_READ_BUFFER : PY_READ_DLPACK;
     }

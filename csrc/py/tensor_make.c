@@ -5,8 +5,6 @@
 
 #include <string.h>
 
-static bool is_given(PyObject *object) { return object && object != Py_None; }
-
 // --- empty
 
 PyDoc_STRVAR(
@@ -240,7 +238,7 @@ static PyObject *py_asarray(PY_FASTCALL)
     enum { OBJ, DTYPE, DEVICE };
     py_state *state = py_module_state(self);
     PY_BIND(state, asarray);
-    bool has_dtype = is_given(given[DTYPE]), has_device = is_given(given[DEVICE]);
+    bool has_dtype = py_is_given(given[DTYPE]), has_device = py_is_given(given[DEVICE]);
     pk_dtype dtype;
     pk_device device;
     if ((has_dtype && py_dtype_arg("dtype", given[DTYPE], &dtype) < 0) ||

@@ -111,7 +111,7 @@ static int be_ready(py_state *state, PyObject *self, PyObject *stream)
     const pk_device device = py_tensor_view(self)->device;
     int64_t number = 1;
     if (device.type == PK_CPU) return py_tensor_wait(self); /* every value means the same */
-    if (stream && stream != Py_None && py_int64_arg("stream", stream, &number) < 0) return -1;
+    if (py_is_given(stream) && py_int64_arg("stream", stream, &number) < 0) return -1;
     py_memory_of(self)->is_shared = true;
     if (number == -1) return 0;
     if (number < 1) {
@@ -156,7 +156,7 @@ PyObject *py_tensor_dlpack(PY_FASTCALL)
         return PyErr_Format(PyExc_BufferError,
                             "dl_device: the tensor is on (%d, %d): pagedkv.asarray(tensor, device=...) copies it",
                             (int)own.device_type, (int)own.device_id);
-    int wants_copy = given[COPY] && given[COPY] != Py_None ? py_bool_arg("copy", given[COPY]) : 0;
+    int wants_copy = py_is_given(given[COPY]) ? py_bool_arg("copy", given[COPY]) : 0;
     if (wants_copy < 0) return NULL;
     PyObject *tensor = wants_copy ? py_tensor_copy(state, self, view->dtype, view->device) : Py_NewRef(self);
     if (!tensor) return NULL;

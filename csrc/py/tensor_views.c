@@ -92,7 +92,7 @@ PyObject *py_tensor_reshape(PY_FASTCALL)
         PyErr_SetString(PyExc_BufferError, "only a contiguous tensor can be viewed with another shape");
         return NULL;
     }
-    if (given[DTYPE] && given[DTYPE] != Py_None && (numel = reinterpret(&view, given[DTYPE])) < 0) return NULL;
+    if (py_is_given(given[DTYPE]) && (numel = reinterpret(&view, given[DTYPE])) < 0) return NULL;
     int ndim = py_shape_arg("shape", given[SHAPE], true, shape), free_dim = -1;
     if (ndim < 0) return NULL;
     bool overflows = false;

@@ -193,20 +193,9 @@ def attend_with_kvcache(
         raise RuntimeError("k is given but cache_seqlens, where it goes, is not")
     rotary = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
     num_seqs = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    if tables is None:
-        tables = one_page_each(num_seqs, q) if cache_batch_idx is None else cache_batch_idx[:, None]
-    elif cache_batch_idx is not None:
-        tables = rows_of(tables, cache_batch_idx, len(k_cache))
-    if len(tables) != num_seqs:
-        raise ValueError(f"q has {num_seqs} sequences but the page tables (or cache_batch_idx) have {len(tables)}")
+    tables = _tables_of(num_seqs, tables, cache_batch_idx, len(k_cache), q)
     room = tables.shape[1] * k_cache.shape[1]
-    if cache_seqlens is None:
-        cache_seqlens = room
-    if isinstance(cache_seqlens, (int, Integral)):
-        cache_seqlens = full(num_seqs, int(cache_seqlens), q)
-    if not isinstance(cache_seqlens, torch.Tensor):
-        raise TypeError(f"cache_seqlens is {cache_seqlens!r} but must be an int or a tensor")
-    check_numbers("cache_seqlens", cache_seqlens, num_seqs)
+    cache_seqlens = _lens_of(num_seqs, room if cache_seqlens is None else cache_seqlens, q)
     check_numbers("cache_leftpad", cache_leftpad, num_seqs)
     lens = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
     tables, lens = dense(tables), dense(lens)  # what both operations read is copied once
@@ -230,6 +219,28 @@ def attend_with_kvcache(
         q, k_cache, v_cache, tables, lens, cu_seqlens_q=cu_seqlens_q, key_starts=cache_leftpad, window_size=window_size,
         **options,
     )  # fmt: skip
+
+
+def _tables_of(
+    num_seqs: int, tables: torch.Tensor | None, index: torch.Tensor | None, num_pages: int, like: torch.Tensor
+) -> torch.Tensor:
+    """The pages of each sequence. index picks rows of the tables or, without any, of the cache; None: all, in order."""
+    if tables is None:
+        tables = one_page_each(num_seqs, like) if index is None else index[:, None]
+    elif index is not None:
+        tables = rows_of(tables, index, num_pages)
+    if len(tables) != num_seqs:
+        raise ValueError(f"q has {num_seqs} sequences but the page tables (or cache_batch_idx) have {len(tables)}")
+    return tables
+
+
+def _lens_of(num_seqs: int, lens: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(lens, (int, Integral)):
+        lens = full(num_seqs, int(lens), like)
+    if not isinstance(lens, torch.Tensor):
+        raise TypeError(f"cache_seqlens is {lens!r} but must be an int or a tensor")
+    check_numbers("cache_seqlens", lens, num_seqs)
+    return lens
 
 
 def _append(

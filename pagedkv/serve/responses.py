@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from .chat import call_id
 from .errors import ApiError, json_response
 from .parser import Event
 from .response_input import flat_tools, messages_of
-from .schema import ChatRequest, Generation
+from .schema import ChatRequest, Generation, check_stream_options
 from .server import Server, warn
 from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
@@ -47,6 +48,10 @@ class ResponsesRequest(Generation):
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @cached_property
+    def tools_and_names(self) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]]]:
+        return flat_tools(self.tools or (), self.input)
 
 
 async def responses(server: Server, request: Request) -> Reply:
@@ -93,8 +98,7 @@ async def _prepare(server: Server, body: ResponsesRequest, headers: dict[str, st
 def as_chat(body: ResponsesRequest, headers: dict[str, str]) -> ChatRequest:
     if body.n not in (None, 1):
         raise ApiError(400, f"n is {body.n}, but a response is one answer", param="n")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is given but stream is not true", param="stream_options")
+    check_stream_options(body)
     common = {each.name: getattr(body, each.name) for each in fields(Generation)}
     form = (body.text or {}).get("format")
     if form is not None:
@@ -105,7 +109,7 @@ def as_chat(body: ResponsesRequest, headers: dict[str, str]) -> ChatRequest:
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = _choice(choice)
-    tools, _ = flat_tools(body.tools or (), body.input)
+    tools, _ = body.tools_and_names
     warn(headers, [f"tools.{each['type']}" for each in tools if each.get("type") in NO_TOOLS])
     return ChatRequest(
         **common, messages=messages_of(body.input, body.instructions), max_completion_tokens=body.max_output_tokens,
@@ -151,7 +155,7 @@ class ResponseWriter:
     def __init__(self, body: ResponsesRequest, turn: Turn, answers: Answers) -> None:
         self._body, self._turn, self._answers = body, turn, answers
         self._parser, self._thoughts = turn.parser(), ThoughtCounter(turn)
-        _, self._names = flat_tools(body.tools or (), body.input)
+        _, self._names = body.tools_and_names
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._status = "in_progress"
         self._error: dict[str, str] | None = None

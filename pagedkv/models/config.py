@@ -58,17 +58,23 @@ class DecoderConfig(Spec):
 
     def shard(self, rank: int, num_ranks: int) -> Self:
         unit = self._unit()
+        of_head = unit[0] if self._may_quantise_head() else 1
         q_heads, kv_heads = split_heads(self.num_q_heads, self.num_kv_heads, self.head_dim, rank, num_ranks, unit)
         return replace(
             self,
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,
             intermediate_size=split("intermediate_size", self.intermediate_size, rank, num_ranks, math.lcm(*unit)),
-            vocab_share=split_vocab(self.vocab_size, rank, num_ranks),
+            vocab_share=split_vocab(self.vocab_size, rank, num_ranks, of_head),
         )
 
     def _unit(self) -> tuple[int, int]:
         return (1, 1) if self.quantization is None else self.quantization.unit
+
+    def _may_quantise_head(self) -> bool:
+        """A tied one is the embedding."""
+        method = None if self.tie_word_embeddings else self.quantization
+        return method is not None and method.covers("lm_head") is not False
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:

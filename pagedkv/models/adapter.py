@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "velora_config": (),
 }
 # Other beginnings than these change the base model's weights, too.
-BEGINNINGS = True, False, None, "gaussian", "eva", "orthogonal"
+BEGINNINGS = True, False, None, "gaussian", "eva", "mica", "orthogonal"
 PREFIX = "base_model.model."
 NAME = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
 BASE = "model."  # what names of a model with a head have before those of its base model

@@ -378,6 +378,8 @@ DAMAGED = {
     "rows of awq": ("awq", changed("qweight", of_half), r"tensor '{}.qweight' has shape \[32, 12\] but the config says \[64, 12\]"),
     "a group too many": ("gptq", changed("g_idx", lambda x: x + 1), "tensor '{}.g_idx' holds 2 but there are 2 groups"),
     "a group below 0": ("gptq", changed("g_idx", lambda x: x - 2), "tensor '{}.g_idx' holds -2 but there are 2 groups"),
+    "no groups": ("gptq, order", without("g_idx"), "tensor '{}.g_idx' is missing"),  # in an order, which nobody knows then
+    "no groups of words": ("packed, order", without("weight_g_idx"), "tensor '{}.weight_g_idx' is missing"),
     "groups of other inputs": ("gptq", changed("g_idx", of_half), r"tensor '{}.g_idx' has shape \[32\] but the config says \[64\]"),
     "scales of gptq": ("gptq", changed("scales", of_half), r"tensor '{}.scales' has shape \[1, 96\] but the config says \[2, 96\]"),
     "a bias": ("gptq", extra("bias"), "tensor '{}.bias' is no part of the model"),

@@ -114,7 +114,9 @@ def _patterns(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 
 
 def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in patterns)
+    """By the name in a model with a head or, as the lists of a base model have it, in that."""
+    both = name, name.removeprefix("model.")
+    return any(re.match(each[3:], one) if each.startswith("re:") else each == one for each in patterns for one in both)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
     if dtype not in DTYPES:
         raise NotImplementedError(f"dtype is {dtype!r}; supported are {', '.join(DTYPES)}")
     num_q_heads, hidden_size = count(raw, "num_attention_heads"), count(raw, "hidden_size")
-    num_kv_heads = count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_q_heads
+    num_kv_heads = num_q_heads if raw.get("num_key_value_heads") is None else count(raw, "num_key_value_heads")
     if raw.get("head_dim") is None and hidden_size % num_q_heads:
         raise ValueError(f"hidden_size is {hidden_size}, no multiple of num_attention_heads {num_q_heads}: no head_dim")
     head_dim = hidden_size // num_q_heads if raw.get("head_dim") is None else count(raw, "head_dim")
@@ -178,7 +178,9 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     num_full = raw["max_window_layers"] if has_windows else num_layers
     if not isinstance(num_full, int):
         raise ValueError(f"max_window_layers is {num_full!r} but must be an integer")
-    types = raw.get("layer_types") or [KINDS[i >= num_full] for i in range(num_layers)]
+    types = raw.get("layer_types")
+    if types is None:
+        types = [KINDS[i >= num_full] for i in range(num_layers)]
     types = ["full_attention" if each == "attention" else each for each in types]  # its older name
     unknown = set(types) - set(KINDS)
     if unknown:

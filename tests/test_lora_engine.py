@@ -423,6 +423,29 @@ def test_regular_expressions_and_excluded_modules(cpu, tmp_path):
         assert sorted(found.matrices) == ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
 
 
+def test_names_of_a_base_model(cpu, tmp_path):
+    """As PEFT writes them for one without a head, such as Qwen3-Embedding: without "model.", in patterns, too."""
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.replace("model.model.", "model.")] = tensors.pop(name)
+
+    shapes, how = cpu._runner.model.adapter_shapes, {"targets": ("q_proj", "up_proj"), "layers": (1,)}
+    write_adapter(tmp_path / "with a head", **how)
+    expected = read_adapter(tmp_path / "with a head", shapes, 8, "float32")
+    assert len(expected.matrices) == 2
+    for i, config in enumerate((
+        {}, {"layers_to_transform": None, "target_modules": ["layers.1.self_attn.q_proj", "1.mlp.up_proj"]},
+        {"layers_to_transform": None, "target_modules": r"layers\.1\.(self_attn\.q|mlp\.up)_proj"},
+    )):  # fmt: skip
+        write_adapter(tmp_path / str(i), change=rename, **how | config)
+        found = read_adapter(tmp_path / str(i), shapes, 8, "float32")
+        assert found.digest == expected.digest and found.matrices.keys() == expected.matrices.keys()
+    write_adapter(tmp_path / "wrong", change=rename, **how | {"target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match=r"an adapter for layers.1.mlp.up_proj, but target_modules does not name it"):
+        read_adapter(tmp_path / "wrong", shapes, 8, "float32")
+
+
 def test_wrong_arguments_raise_at_once(home, cpu):
     with pytest.raises(TypeError, match="lora_request is 'a' but must be a LoRARequest"):
         cpu.generate([[1]], GREEDY, lora_request="a")

@@ -73,6 +73,8 @@ REFUSED = {
         ValueError,
         "layer_types holds 'sliding_attention' but there is no window: use_sliding_window is None",
     ),
+    "no layers": ({"layer_types": []}, ValueError, "layer_types has 0 entries but num_hidden_layers is 2"),
+    "no KV heads": ({"num_key_value_heads": 0}, ValueError, "num_key_value_heads is 0 but must be a positive integer"),
     "number of layers": ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries but num_hidden"),
     "window": ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, ValueError, "sliding_window is 0"),
     "both directions": ({"is_causal": False}, NotImplementedError, "is_causal is False; only True is supported"),

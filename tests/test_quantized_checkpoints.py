@@ -214,6 +214,25 @@ def test_a_tied_head(tmp_path, name, device):
     assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, "llama", tie_word_embeddings=True), device)
 
 
+@pytest.mark.parametrize("name, lists", [
+    ("fp8", {"modules_to_not_convert": ["lm_head", "layers.0.self_attn.k_proj"]}),
+    ("fp8, channel", {"ignore": ["layers.0.self_attn.k_proj"]}),
+    ("packed", {"ignore": [r"re:layers\.0\.self_attn\.k_proj$"]}),
+    ("gptq", {"dynamic": {r"-:layers\.0\.self_attn\.k_proj": {}}}),
+])  # fmt: skip
+def test_lists_of_a_base_model(tmp_path, name, lists):
+    """Saved without its head: neither tensors nor lists have "model." before their names."""
+
+    def rename(tensors):
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    options = {"tie_word_embeddings": True, "architectures": ["Qwen3Model"]}
+    plain = ("layers.0.self_attn.k_proj",)
+    values = write_quantised(tmp_path / "small", FORMATS[name], plain=plain, quantization=lists, edit=rename, **options)
+    assert_like(tmp_path / "small", write_plain(tmp_path / "plain", values, tie_word_embeddings=True), "cpu")
+
+
 def test_a_scalar_and_scales_of_activations(tmp_path, device):
     def edit(tensors):
         for name in [name for name in tensors if name.endswith("weight_scale")]:
@@ -378,6 +397,8 @@ DAMAGED = {
     "rows of awq": ("awq", changed("qweight", of_half), r"tensor '{}.qweight' has shape \[32, 12\] but the config says \[64, 12\]"),
     "a group too many": ("gptq", changed("g_idx", lambda x: x + 1), "tensor '{}.g_idx' holds 2 but there are 2 groups"),
     "a group below 0": ("gptq", changed("g_idx", lambda x: x - 2), "tensor '{}.g_idx' holds -2 but there are 2 groups"),
+    "no groups": ("gptq, order", without("g_idx"), "tensor '{}.g_idx' is missing"),  # in an order, which nobody knows then
+    "no groups of words": ("packed, order", without("weight_g_idx"), "tensor '{}.weight_g_idx' is missing"),
     "groups of other inputs": ("gptq", changed("g_idx", of_half), r"tensor '{}.g_idx' has shape \[32\] but the config says \[64\]"),
     "scales of gptq": ("gptq", changed("scales", of_half), r"tensor '{}.scales' has shape \[1, 96\] but the config says \[2, 96\]"),
     "a bias": ("gptq", extra("bias"), "tensor '{}.bias' is no part of the model"),

@@ -110,6 +110,14 @@ def test_quantised(tmp_path, name, family):
         check(tmp_path, 2)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8, small blocks", "fp8, block", "fp8, channel", "packed"])
+def test_a_quantised_head(tmp_path, name):
+    """Its blocks stay whole. The last rank has the few tokens behind a block of 128."""
+    lists = {"modules_to_not_convert": []} if FORMATS[name].config["quant_method"] == "fp8" else {"ignore": []}
+    write_quantised(tmp_path, FORMATS[name]._replace(has_head=True), quantization=lists, **SIZES)
+    check(tmp_path, 2)
+
+
 def test_experts_in_one_tensor(tmp_path):
     """Gate and up of an expert lie one below the other: a share has rows of both."""
     from checkpoints import random_weights, safetensors_bytes, tiny_config
@@ -202,6 +210,6 @@ def test_blocks_that_would_be_cut(tmp_path):
 
 
 def test_vocabulary_is_gathered_side_by_side():
-    for size, num_ranks in ((151936, 8), (32000, 3), (200, 2)):
-        starts = [split_vocab(size, rank, num_ranks).ranges[0][0] for rank in range(num_ranks)]
-        assert starts == [rank * starts[1] for rank in range(num_ranks)] and starts[1] % 64 == 0
+    for size, num_ranks, unit in ((151936, 8, 1), (32000, 3, 128), (200, 2, 1), (400, 2, 48)):
+        starts = [split_vocab(size, rank, num_ranks, unit).ranges[0][0] for rank in range(num_ranks)]
+        assert starts == [rank * starts[1] for rank in range(num_ranks)] and starts[1] % 64 == starts[1] % unit == 0

@@ -61,6 +61,7 @@ CASES = {
     "fp8 experts": ("qwen3_moe", {}, {"quantization": "fp8"}),
     "ranks": ("qwen3", SIZES, {"tensor_parallel_size": 2}),
     "ranks, experts": ("qwen3_moe", SIZES, {"tensor_parallel_size": 2}),
+    "ranks, biases": ("llama", SIZES | {"attention_bias": True, "mlp_bias": True}, {"tensor_parallel_size": 2}),
 }
 
 

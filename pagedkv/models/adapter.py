@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "velora_config": (),
 }
 # Other beginnings than these change the base model's weights, too.
-BEGINNINGS = True, False, None, "gaussian", "eva", "orthogonal"
+BEGINNINGS = True, False, None, "gaussian", "eva", "mica", "orthogonal"
 PREFIX = "base_model.model."
 NAME = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
-LAYER = re.compile(r"\.layers\.(\d+)\.")
+BASE = "model."  # what names of a model with a head have before those of its base model
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Stamps = tuple[tuple[int, ...], ...]
 
 
@@ -100,11 +101,14 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: 
     """shapes: of the weights of the projections that adapters may have; dtype: of the matrices."""
     config = AdapterConfig(folder / CONFIG)
     file = SafetensorsFile(folder / WEIGHTS)
-    names = _names(file, shapes)
-    config.check_targets(names.keys(), shapes.keys())
+    # One of a base model, as of Qwen3-Embedding, has the names that these have there.
+    has_base = not any(tensor.startswith(PREFIX + BASE) for tensor in file.entries)
+    full = {name.removeprefix(BASE) if has_base else name: name for name in shapes}
+    names = _names(file, full)
+    config.check_targets(names.keys(), full.keys())
     digest, matrices = hashlib.blake2b(digest_size=32), {}
     for name, (of_a, of_b) in sorted(names.items()):
-        (num_rows, in_features), rank, where = shapes[name], config.rank(name), f"{file.path}: tensor"
+        (num_rows, in_features), rank, where = shapes[full[name]], config.rank(name), f"{file.path}: tensor"
         if rank > max_rank:
             raise ValueError(f"{config.path}: r is {rank} for {name} but max_lora_rank is {max_rank}")
         for tensor, shape in ((of_a, (rank, in_features)), (of_b, (num_rows, rank))):
@@ -113,22 +117,22 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: 
                 raise CheckpointError(f"{where} {tensor!r} has shape {given} but must have {list(shape)}")
         scaled = ops.asarray(file.tensor(of_b), "float32").numpy() * np.float32(config.scale(name))
         pair = ops.empty((rank, in_features), dtype).copy_(file.tensor(of_a)), ops.asarray(scaled, dtype)
-        digest.update(repr((name, rank)).encode())
+        digest.update(repr((full[name], rank)).encode())
         for matrix in pair:
             digest.update(matrix.view(matrix.nbytes, "uint8").numpy().data)
-        matrices[name] = pair
+        matrices[full[name]] = pair
     return Adapter(digest.digest(), matrices)
 
 
-def _names(file: SafetensorsFile, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[str, str]]:
+def _names(file: SafetensorsFile, known: Collection[str]) -> dict[str, tuple[str, str]]:
     """The names of A and B, by projection. Every tensor of the file is one of them."""
     found: dict[str, dict[str, str]] = {}
     for tensor in file.entries:
         match, where = NAME.fullmatch(tensor), f"{file.path}: tensor {tensor!r}"
         if match is None:
             raise NotImplementedError(f"{where} is no {PREFIX}<projection>.lora_A.weight or .lora_B.weight")
-        if match[1] not in shapes:
-            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in shapes}))
+        if match[1] not in known:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
             raise NotImplementedError(f"{where}: this model has no such projection that takes an adapter ({kinds} do)")
         found.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in found.items():

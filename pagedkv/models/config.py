@@ -58,17 +58,23 @@ class DecoderConfig(Spec):
 
     def shard(self, rank: int, num_ranks: int) -> Self:
         unit = self._unit()
+        of_head = unit[0] if self._may_quantise_head() else 1
         q_heads, kv_heads = split_heads(self.num_q_heads, self.num_kv_heads, self.head_dim, rank, num_ranks, unit)
         return replace(
             self,
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,
             intermediate_size=split("intermediate_size", self.intermediate_size, rank, num_ranks, math.lcm(*unit)),
-            vocab_share=split_vocab(self.vocab_size, rank, num_ranks),
+            vocab_share=split_vocab(self.vocab_size, rank, num_ranks, of_head),
         )
 
     def _unit(self) -> tuple[int, int]:
         return (1, 1) if self.quantization is None else self.quantization.unit
+
+    def _may_quantise_head(self) -> bool:
+        """A tied one is the embedding."""
+        method = None if self.tie_word_embeddings else self.quantization
+        return method is not None and method.covers("lm_head") is not False
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
@@ -112,7 +118,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
     if dtype not in DTYPES:
         raise NotImplementedError(f"dtype is {dtype!r}; supported are {', '.join(DTYPES)}")
     num_q_heads, hidden_size = count(raw, "num_attention_heads"), count(raw, "hidden_size")
-    num_kv_heads = count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_q_heads
+    num_kv_heads = num_q_heads if raw.get("num_key_value_heads") is None else count(raw, "num_key_value_heads")
     if raw.get("head_dim") is None and hidden_size % num_q_heads:
         raise ValueError(f"hidden_size is {hidden_size}, no multiple of num_attention_heads {num_q_heads}: no head_dim")
     head_dim = hidden_size // num_q_heads if raw.get("head_dim") is None else count(raw, "head_dim")
@@ -172,7 +178,9 @@ def windows_of_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     num_full = raw["max_window_layers"] if has_windows else num_layers
     if not isinstance(num_full, int):
         raise ValueError(f"max_window_layers is {num_full!r} but must be an integer")
-    types = raw.get("layer_types") or [KINDS[i >= num_full] for i in range(num_layers)]
+    types = raw.get("layer_types")
+    if types is None:
+        types = [KINDS[i >= num_full] for i in range(num_layers)]
     types = ["full_attention" if each == "attention" else each for each in types]  # its older name
     unknown = set(types) - set(KINDS)
     if unknown:

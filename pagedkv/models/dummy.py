@@ -75,6 +75,8 @@ class DummyCheckpoint(TensorSource):
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> pagedkv.Tensor:
         """Of one of the dtypes. What is float is a scale, unless it is called weight."""
+        if name.endswith("g_idx"):
+            return ops.from_dlpack(np.full(shape, -1, np.int32))  # of groups that are neighbours: see gptq.groups_of
         dtype = self.dtype if self.dtype in dtypes else next(iter(dtypes))
         return self.view_of(shape, dtype, name.endswith(".weight"))
 

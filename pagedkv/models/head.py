@@ -6,7 +6,7 @@ from pagedkv import Tensor, ops
 from pagedkv.ops import Communicator
 
 from .linear import Linear
-from .share import ranges_of, vocab_width
+from .share import ranges_of
 
 
 class Head:
@@ -21,7 +21,7 @@ class Head:
         """Memory for logits of so many rows; what else they need is kept."""
         if self.comm is None:
             return ops.empty((num_rows, self._vocab_size), "float32", device)
-        width = vocab_width(self._vocab_size, self.comm.size)
+        width = self._first // self.comm.rank if self.comm.rank else self._num_tokens  # of all but the last rank
         self._candidates = ops.empty(num_rows, "int64", device)
         self._part = ops.empty((num_rows, width), "float32", device)
         self._gathered = ops.empty((num_rows, width * self.comm.size), "float32", device)

@@ -185,6 +185,8 @@ class TensorSource(ABC):
         biases = {f"{name}.bias": count for name, count in rows.items()}
         # Of a sum one term has the bias.
         bias = self._joined(biases) if has_bias and is_first(in_features) else None
+        if has_bias and bias is None:
+            self.places.elsewhere.update(biases)
         comm = self.comm if isinstance(in_features, Share) else None
         if not any(map(self.is_quantised, rows)):
             weights = {f"{name}.weight": count for name, count in rows.items()}

@@ -135,6 +135,7 @@ class Places:
         self.memory = WeightMemory(device)
         self.by_name: dict[str, Place] = {}
         self.copies: dict[str, str] = {}  # names that a checkpoint may have besides, and what those must equal
+        self.elsewhere: set[str] = set()  # names of what another rank alone has
         # Of names under which a checkpoint may have several tensors as one: where each lies in it.
         self.joined: dict[str, list[tuple[str, tuple[int, slice]]]] = {}
         self._last: list[Place] = []  # in the order in which they were added

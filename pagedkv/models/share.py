@@ -88,16 +88,14 @@ def split(name: str, size: int, rank: int, num_ranks: int, unit: int = 1, *, rou
 VOCAB_UNIT = 64  # tokens: see ops.linear_candidates
 
 
-def vocab_width(vocab_size: int, num_ranks: int) -> int:
-    """The tokens of each rank, but for the last one, so that their logits lie side by side when they are gathered."""
-    return -(-vocab_size // VOCAB_UNIT // num_ranks) * VOCAB_UNIT
-
-
-def split_vocab(vocab_size: int, rank: int, num_ranks: int) -> Share:
-    width = vocab_width(vocab_size, num_ranks)
+def split_vocab(vocab_size: int, rank: int, num_ranks: int, unit: int = 1) -> Share:
+    """Each rank but the last one has as many tokens, so that their logits lie side by side when they are gathered.
+    unit: rows of the head that must stay together."""
+    unit = math.lcm(VOCAB_UNIT, unit)
+    width = -(-vocab_size // unit // num_ranks) * unit
     if (num_ranks - 1) * width >= vocab_size:
         raise NotImplementedError(
-            f"tensor_parallel_size is {num_ranks}: too many for vocab_size {vocab_size} in parts of {VOCAB_UNIT}"
+            f"tensor_parallel_size is {num_ranks}: too many for vocab_size {vocab_size} in parts of {unit}"
         )
     return Share([(rank * width, min((rank + 1) * width, vocab_size))], vocab_size)
 

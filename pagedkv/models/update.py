@@ -176,7 +176,7 @@ def _named(places: Places, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if again := found.keys() & named.keys():
                 raise ValueError(f"tensor {given!r} is there twice, as {_list(sorted(again))} too")
             named |= found
-        elif name not in places.copies and not name.endswith(ROTARY) and not _is_zero_bias(name, tensor):
+        elif not (name in places.copies or name in places.elsewhere or _is_harmless(name, tensor)):
             unknown.append(name)
     if unknown:
         near = get_close_matches(unknown[0], places.by_name, 1)
@@ -205,9 +205,10 @@ def _parts_of_joined(places: Places, name: str, tensor: Tensor) -> dict[str, Ten
     return {each: tensor[expert, lines] for each, (expert, lines) in parts}
 
 
-def _is_zero_bias(name: str, tensor: Tensor) -> bool:
+def _is_harmless(name: str, tensor: Tensor) -> bool:
     """See Checkpoint.check_all_used."""
-    return name.endswith(".bias") and not ops.asarray(tensor, "float32", "cpu").numpy().any()
+    is_bias = name.endswith(".bias")
+    return name.endswith(ROTARY) or (is_bias and not ops.asarray(tensor, "float32", "cpu").numpy().any())
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -30,6 +30,7 @@ NAMES = {"float": "fp8", "int": "int4"}
 NUM_BITS = {"float": 8, "int": 4}
 NUMBERS = "num_bits type symmetric strategy group_size block_structure dynamic actorder"
 OBSERVED = "observer observer_kwargs scale_dtype zp_dtype"  # how the scales were found
+ORDERS = "group", "dynamic", True  # of actorder: those in which the groups of a file are, each by one of its names
 CLASS = "Linear"
 
 
@@ -43,6 +44,7 @@ class Scheme:
     group_size: int  # int; -1: all inputs
     block: tuple[int, int]  # of the strategy "block"
     has_zeros: bool
+    has_order: bool  # of groups: that of activations
     quantizes_x: bool  # activations have 8 bits, too
 
 
@@ -85,14 +87,14 @@ def _parse_scheme(raw: Mapping[str, Any], group: Mapping[str, Any], where: str) 
     given = weights.get("group_size")
     default = "tensor" if given is None else "channel" if given == -1 else "group"
     strategy = one_of(weights, "strategy", STRATEGIES[kind], default, where=inside)
-    one_of(weights, "actorder", ("weight", "group", "static", "dynamic", False, True, None), where=inside)
+    order = one_of(weights, "actorder", (*ORDERS, "weight", "static", False, None), where=inside)
     _check_activations(group.get("input_activations"), kind, f"{where}input_activations")
     block = block_of(weights, "block_structure", inside) if strategy == "block" else (0, 0)
     size = group_size(weights, where=inside) if strategy == "group" else -1
     if strategy != "group":
         one_of(weights, "group_size", (-1, None), where=inside)
     return Scheme(_patterns(group, "targets", where), kind, strategy, size, block, not is_symmetric,
-                  group.get("input_activations") is not None)  # fmt: skip
+                  order in ORDERS, group.get("input_activations") is not None)  # fmt: skip
 
 
 def _check_activations(given: Any, kind: str, where: str) -> None:
@@ -112,7 +114,9 @@ def _patterns(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 
 
 def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in patterns)
+    """By the name in a model with a head or, as the lists of a base model have it, in that."""
+    both = name, name.removeprefix("model.")
+    return any(re.match(each[3:], one) if each.startswith("re:") else each == one for each in patterns for one in both)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def _read_fp8(source: TensorSource, name: str, shape: tuple[int, int], scheme: S
 
 def _read_int4(source: TensorSource, name: str, shape: tuple[int, int], scheme: Scheme) -> Part:
     count = num_groups(name, shape[1], scheme.group_size, shape[0])
-    groups, of_inputs = groups_of(source, f"{name}.weight_g_idx", count, shape[1])
+    groups, of_inputs = groups_of(source, f"{name}.weight_g_idx", count, shape[1], scheme.has_order)
     packed = words(source.view(f"{name}.weight_packed", (shape[0], blocks(shape[1], PER_WORD)), ("int32",)))
     scales = source.view(f"{name}.weight_scale", (shape[0], groups), DTYPES)
     zeros = None

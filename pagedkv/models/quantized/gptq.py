@@ -37,7 +37,7 @@ FORMATS = {"gptq": 0x11111111, "gptq_v2": 0}  # what is added to stored words of
 
 
 def parse(raw: Mapping[str, Any]) -> Quantization:
-    read = "quant_method bits group_size checkpoint_format format lm_head dynamic modules_in_block_to_quantize"
+    read = "quant_method bits group_size desc_act checkpoint_format format lm_head dynamic modules_in_block_to_quantize"
     checked(raw, read, NEUTRAL | {"method": ("gptq",)}, HARMLESS)
     one_of(raw, "bits", (4,))
     key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
@@ -45,7 +45,8 @@ def parse(raw: Mapping[str, Any]) -> Quantization:
     if raw.get("format") not in (None, raw.get(key, "gptq")):
         raise ValueError(f"{WHERE}checkpoint_format is {raw[key]!r} but format is {raw['format']!r}")
     has_head = one_of(raw, "lm_head", (False, True), False)
-    return Gptq(group_size(raw), added, has_head, _rules(raw), _blocks(raw, "modules_in_block_to_quantize"))
+    has_order = one_of(raw, "desc_act", (False, True), False)
+    return Gptq(group_size(raw), added, has_head, has_order, _rules(raw), _blocks(raw, "modules_in_block_to_quantize"))
 
 
 def _blocks(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -80,6 +81,7 @@ class Gptq(Quantization):
     group_size: int
     added_to_zeros: int
     has_head: bool
+    has_order: bool  # groups may be in the order of activations
     rules: tuple[tuple[str, int | None], ...]  # a pattern, and the group size; None: not quantised. The first counts
     blocks: tuple[str, ...]  # names, of a layer's; none: all
     name, stores = "gptq", ("int4",)
@@ -103,7 +105,7 @@ class Gptq(Quantization):
         size = self._size(name)
         assert size is not None
         count = num_groups(name, in_features, size, num_rows)
-        groups, of_inputs = groups_of(source, f"{name}.g_idx", count, in_features)
+        groups, of_inputs = groups_of(source, f"{name}.g_idx", count, in_features, self.has_order)
         packed = words(source.view(f"{name}.qweight", (blocks(in_features, PER_WORD), num_rows), ("int32",))).T
         packed_zeros = words(source.view(f"{name}.qzeros", (groups, blocks(num_rows, PER_WORD)), ("int32",)))
         scales = transposed(source.view(f"{name}.scales", (groups, num_rows), DTYPES))
@@ -113,10 +115,12 @@ class Gptq(Quantization):
         return int4_part((num_rows, in_features), write_along_inputs(packed), scales, zeros)
 
 
-def groups_of(source: TensorSource, name: str, groups: int, in_features: int) -> tuple[int, np.ndarray | None]:
+def groups_of(
+    source: TensorSource, name: str, groups: int, in_features: int, has_order: bool
+) -> tuple[int, np.ndarray | None]:
     """The groups that a weight needs, and the one of each input; None where neighbours have one. In another order the
-    inputs of a rank's share may be of any."""
-    if not source.has(name):
+    inputs of a rank's share may be of any. has_order: without the tensor nobody knows them."""
+    if not source.has(name) and not (has_order and whole(groups) > 1):
         return groups, None
     given = source.view(name, (in_features,), ("int32", "int64")).numpy()
     inputs = np.concatenate([np.arange(*each) for each in ranges_of(in_features)])

@@ -16,6 +16,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
 import httpx
 from served import post, serving
 from tool_models import (
+    CALL,
     CUSTOM,
     FUNCTIONS,
     HI,
@@ -24,6 +25,7 @@ from tool_models import (
     SAID,
     TEMPLATES_BY_NAME,
     THINKING,
+    ScriptedClient,
     model_of,
     saying,
     write_tool_model,
@@ -316,6 +318,14 @@ def test_ends_of_messages(folder):
                 assert found["content"] == [{"type": "text", "text": text}]
 
 
+def test_half_of_a_surrogate_pair_in_a_tools_input(folder):
+    """It is JSON, but no text that could be sent as UTF-8."""
+    said = CALL.replace("Paris", r"\ud800")
+    with saying(folder, said)[0] as (url, _), httpx.Client(base_url=url) as http:
+        found = post(http, MESSAGES, max_tokens=5, messages=HI, tools=CUSTOM)
+        assert found["content"][0]["input"] == {"invalid_json": '{"city": "\\ud800", "days": 3}'}
+
+
 def test_what_goes_into_a_message(http):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Now?"}]},
@@ -378,3 +388,22 @@ def test_streams_that_fail_end_with_an_error(folder):
         assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "the server has ended this answer"
         last = named_events(http.post(MESSAGES, json={"max_tokens": 5, "messages": HI, "stream": True}))[-1]
         assert last["type"] == "error" and last["error"]["type"] == "overloaded_error"
+
+
+def test_a_response_that_fails_behind_a_comment_was_created(folder):
+    """OpenAI's client takes no other event before response.created."""
+
+    async def fail(*args, **options):
+        await asyncio.sleep(0.1)
+        raise ApiError(503, "the server has ended this answer")
+        yield
+
+    client = ScriptedClient(None)
+    client.generate = fail
+    with serving(client, model_of(folder), keep_alive=0.02) as (url, _):
+        text = httpx.post(url + RESPONSES, json={"input": "Hi", "stream": True}).text
+        assert text.startswith(": keep-alive\n\n")
+        events = [json.loads(each.partition("data: ")[2]) for each in text.split("\n\n") if "data: " in each]
+        assert [each["type"] for each in events] == ["response.created", "response.in_progress", "response.failed"]
+        assert [each["sequence_number"] for each in events] == [0, 1, 2] and events[0]["response"]["error"] is None
+        assert [each["response"]["status"] for each in events] == ["in_progress", "in_progress", "failed"]

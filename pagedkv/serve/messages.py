@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
@@ -218,7 +217,7 @@ def _shown(block: dict[str, Any]) -> dict[str, Any]:
     if block["type"] != "tool_use":
         return dict(block)
     try:
-        value = json.loads(block["input"])
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(block["input"])  # it refuses what could not be sent: half of a surrogate pair
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         value = None
     return block | {"input": value if isinstance(value, dict) else {"invalid_json": block["input"]}}

@@ -161,9 +161,7 @@ class ResponseWriter:
         self.events: list[dict[str, Any]] = []
 
     def take(self, piece: Piece) -> None:
-        if not self._number:
-            for name in ("created", "in_progress"):
-                self._tell(f"response.{name}", response=self.response())
+        self._begin()
         for event in self._parser.feed(piece.text, is_last=piece.finish_reason is not None):
             self._take(event)
         self._thoughts.take(piece.token_ids, self._parser)
@@ -173,12 +171,19 @@ class ResponseWriter:
             self._close("incomplete" if is_cut else "completed")
             self._tell(f"response.{self._status}", response=self.response())
 
+    def _begin(self) -> None:
+        """Clients take no other event before these."""
+        if not self._number:
+            for name in ("created", "in_progress"):
+                self._tell(f"response.{name}", response=self.response())
+
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
             return b""
+        self._begin()  # a stream may have begun with a comment alone
         self._status, self._error = "failed", {"code": "server_error", "message": error.message}
         self._tell("response.failed", response=self.response())
-        return named_event(self.events.pop())
+        return b"".join(map(named_event, self.events))
 
     def response(self) -> dict[str, Any]:
         body, params = self._body, self._turn.params
@@ -199,7 +204,8 @@ class ResponseWriter:
     def _usage(self) -> dict[str, Any]:
         usage = self._answers.usage()
         return {
-            "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._thoughts.count},
             "total_tokens": usage["total_tokens"],

@@ -155,7 +155,7 @@ def test_what_goes_into_a_response(http):
                   [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], [{"type": "function_call", "name": "f"}]):
         error = post(http, RESPONSES, 400, input=wrong)["error"]
         assert error["param"] == "input" and "input" in error["message"], wrong
-    for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "response_format"),
+    for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "text"),
                         ({"tools": [{"type": "file_search"}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "x"}}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools"), ({"tools": [{"type": "namespace", "name": "x", "tools": [3]}]}, "tools"), ({"truncation": "some"}, "truncation"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
         assert post(http, RESPONSES, 400, **{"input": "Hi"} | body)["error"]["param"] == param
     warned = http.post(RESPONSES, json={"input": "Hi", "store": True, "include": [], "reasoning": {"effort": "low"}}).headers["x-pagedkv-warning"]
@@ -351,6 +351,8 @@ def test_what_goes_into_a_message(http):
         ({"max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
         ({"max_tokens": 5, "tools": CUSTOM, "tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"), ({"max_tokens": 5, "thinking": {"type": "x"}}, "thinking.type is 'x'"),
         ({"max_tokens": 5, "output_config": {"format": {"type": "xml"}}}, "output_config.format"), ({"max_token": 5}, "did you mean 'max_tokens'?"),
+        ({"max_tokens": 5, "stop_sequences": ["a", ""]}, "stop_sequences[1] is empty"), ({"max_tokens": 5, "stop_sequences": ["a"] * 1025}, "stop_sequences has 1,025"),
+        ({"max_tokens": 5, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format.json_schema.schema is missing"),
     ]  # fmt: skip
     for body, text in bad:
         error = post(http, MESSAGES, 400, **{"messages": HI} | body)

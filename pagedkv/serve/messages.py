@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response
+from .errors import ApiError, json_response, renamed
 from .message_input import messages_of, offered_tools
 from .parser import Event
 from .schema import ChatRequest, Generation
@@ -21,6 +21,7 @@ from .server import Server
 from .sse import JSON, Reply, named_event, named_events
 from .turn import SWITCH, Turn, prepare
 
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of chats, and here
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -41,7 +42,8 @@ async def messages(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, MessagesRequest)
     if body.max_tokens is None:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
-    turn = await prepare(server, as_chat(server, body), headers)
+    with renamed(NAMES):
+        turn = await prepare(server, as_chat(server, body), headers)
     answers = server.answers(body, [turn.prompt], turn.params, turn.name)
     writer = MessageWriter(turn, answers)
     if body.stream:
@@ -51,7 +53,8 @@ async def messages(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, MessagesRequest)
-    turn = await prepare(server, as_chat(server, body), headers)
+    with renamed(NAMES):
+        turn = await prepare(server, as_chat(server, body), headers)
     return json_response({"input_tokens": len(turn.token_ids)}, headers=headers)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response
+from .errors import ApiError, json_response, renamed
 from .parser import Event
 from .response_input import flat_tools, messages_of
 from .schema import ChatRequest, Generation
@@ -22,6 +22,7 @@ from .server import Server, warn
 from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
 
+NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}  # of chats, and here
 KINDS = ("function", "custom")  # of tools of the client
 # Of the server, which clients offer in every request: the model has none of them to call.
 NO_TOOLS = ("web_search", "web_search_preview", "image_generation", "tool_search")
@@ -51,7 +52,8 @@ class ResponsesRequest(Generation):
 
 async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
-    turn = await _prepare(server, body, headers)
+    with renamed(NAMES):
+        turn = await _prepare(server, body, headers)
     answers = server.answers(body, [turn.prompt], turn.params, turn.name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
@@ -61,7 +63,8 @@ async def responses(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, ResponsesRequest)
-    turn = await _prepare(server, body, headers)
+    with renamed(NAMES):
+        turn = await _prepare(server, body, headers)
     return json_response({"object": "response.input_tokens", "input_tokens": len(turn.token_ids)}, headers=headers)
 
 

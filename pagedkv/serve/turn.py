@@ -14,7 +14,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.messages import parse_arguments
 
 from .custom import plain_call
-from .errors import ApiError
+from .errors import ApiError, renamed
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel
 from .parser import Parser
@@ -58,7 +58,9 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     default = model.default_params
     max_tokens = _max_tokens(body, default.max_tokens)
-    params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with renamed({"logprobs": "top_logprobs", "max_tokens": limit}):
+        params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
     template, prompt, start = await asyncio.to_thread(_write, model, body, tools, headers)
     calls = model.call_format(template) if tools.may_be_called else None

@@ -81,7 +81,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if error.param not in names:
+        if error.param is None or error.param not in names:
             raise
         name = names[error.param]
         text = re.sub(rf"\b{error.param}\b", name, error.message, count=1)

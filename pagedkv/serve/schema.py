@@ -160,8 +160,8 @@ def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     except (msgspec.MsgspecError, RecursionError) as error:
         message, _, where = str(error).partition(" - at ")
         path = re.search(r"\$\.([^`]+)", where)  # `$.stop[0]`, or `key` in `$.logit_bias`
-        name = path[1] if path else None
-        raise ApiError(400, f"{name or 'the body'}: {message}", param=name) from None
+        param = path[1] if path else None
+        raise ApiError(400, f"{param or 'the body'}: {message}", param=param) from None
     return request, ignored
 
 

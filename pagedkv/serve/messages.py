@@ -44,7 +44,8 @@ async def messages(server: Server, request: Request) -> Reply:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
     with renamed(NAMES):
         turn = await prepare(server, as_chat(server, body), headers)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
+    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
     writer = MessageWriter(turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=_last)

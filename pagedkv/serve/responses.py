@@ -54,7 +54,8 @@ async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
     with renamed(NAMES):
         turn = await _prepare(server, body, headers)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
+    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)

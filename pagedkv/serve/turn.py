@@ -20,7 +20,7 @@ from .model import ServedModel
 from .parser import Parser
 from .schema import ChatRequest, TokenizeRequest, check_messages, params_of
 from .server import Server, warn
-from .structured import as_format, of_format, shape_of
+from .structured import as_format, name_of_shape, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
 
 SWITCH = "enable_thinking"  # the variable of templates that can do without thoughts
@@ -37,6 +37,7 @@ class Turn:
     start: str  # see Parser
 
     thoughts_end: int | None  # the token
+    shape_name: str  # the field that the grammar of the answer comes from
 
     @property
     def token_ids(self) -> list[int]:
@@ -80,7 +81,8 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
         params = params if grammar is None else replace(params, structured_outputs=of_format(grammar))
     if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
-    return Turn(name, prompt, params, tools, calls, start, model.token_id(THINK_END))
+    shape_name = "tools" if shape is None else name_of_shape(body)
+    return Turn(name, prompt, params, tools, calls, start, model.token_id(THINK_END), shape_name)
 
 
 def _write(

@@ -124,7 +124,7 @@ def test_files_of_answers_that_are_others(tmp_path):
     requests = RequestFile(write(tmp_path / "in", [line("a"), line("b")]))
     a = '{"id":"batch_req_1","custom_id":"a"}\n'
     c = a.replace('"a"', '"c"')
-    for rows, text in (([a, '{"id":"batch_req_1"}\n'], "out:2: custom_id is None, which is none"), ([c], "custom_id is 'c', which is none"),
+    for rows, text in (([a, '{"id":"batch_req_1"}\n'], "out:2: custom_id is None, which is none"), ([a.replace('"a"', "[]")], r"custom_id is \[\], which"), ([c], "custom_id is 'c', which is none"),
                        ([a, a], "out:2: custom_id is 'a', as in"), (['{"id":"batch_req_1\n', a], "out:1: no JSON"), ([a, "my notes"], "out:2: no answer of a batch"),
                        ([(tmp_path / "in").read_text()], "out:1: no answer of a batch"), ([json.dumps(line("a"))], "out:1: no answer of a batch")):
         content = "".join(rows)

@@ -205,7 +205,7 @@ def test_bad_options(http):
     for path, body, message in BAD:
         error = told(http.post(path, json=body), 400)["error"]
         assert message in error["message"] and error["type"] == "invalid_request_error", (path, body, error)
-    for content in (b"{", b"[]", b"\xff", b"3"):
+    for content in (b"{", b"[]", b"\xff", b"3", b"[" * 100_000):
         assert "the body is no JSON" in told(http.post("/sleep", content=content), 400)["error"]["message"]
     headers = {"content-type": "application/octet-stream"}
     for content in (b"", b"no safetensors", safetensors_bytes({"x": np.zeros(3, np.float32)})):

@@ -16,6 +16,7 @@ for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_clie
 import httpx
 from served import post, serving
 from tool_models import (
+    CALL,
     CUSTOM,
     FUNCTIONS,
     HI,
@@ -24,6 +25,7 @@ from tool_models import (
     SAID,
     TEMPLATES_BY_NAME,
     THINKING,
+    ScriptedClient,
     model_of,
     saying,
     write_tool_model,
@@ -153,7 +155,7 @@ def test_what_goes_into_a_response(http):
                   [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], [{"type": "function_call", "name": "f"}]):
         error = post(http, RESPONSES, 400, input=wrong)["error"]
         assert error["param"] == "input" and "input" in error["message"], wrong
-    for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "response_format"),
+    for body, param in (({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"), ({"text": {"format": {"type": "x"}}}, "text"),
                         ({"tools": [{"type": "file_search"}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "x"}}]}, "tools"), ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools"), ({"tools": [{"type": "namespace", "name": "x", "tools": [3]}]}, "tools"), ({"truncation": "some"}, "truncation"), ({"inputs": "x"}, "inputs"), ({"background": True}, "background")):
         assert post(http, RESPONSES, 400, **{"input": "Hi"} | body)["error"]["param"] == param
     warned = http.post(RESPONSES, json={"input": "Hi", "store": True, "include": [], "reasoning": {"effort": "low"}}).headers["x-pagedkv-warning"]
@@ -235,6 +237,8 @@ def test_a_response_of_a_schema(llm):
         assert thoughts["type"] == "reasoning" and 0 <= json.loads(message["content"][0]["text"])["age"] <= 99
         details = found["usage"]["output_tokens_details"]
         assert 0 < details["reasoning_tokens"] < found["usage"]["output_tokens"]
+        wrong = post(http, RESPONSES, 400, input="Hi", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}})["error"]
+        assert wrong["param"] == "text" and wrong["message"].startswith("text.format.")
         only = post(http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"}, temperature=1.0, seed=4, max_output_tokens=2000)
         assert [each["name"] for each in only["output"] if each["type"] == "function_call"] == ["get_time"]
 
@@ -316,6 +320,14 @@ def test_ends_of_messages(folder):
                 assert found["content"] == [{"type": "text", "text": text}]
 
 
+def test_half_of_a_surrogate_pair_in_a_tools_input(folder):
+    """It is JSON, but no text that could be sent as UTF-8."""
+    said = CALL.replace("Paris", r"\ud800")
+    with saying(folder, said)[0] as (url, _), httpx.Client(base_url=url) as http:
+        found = post(http, MESSAGES, max_tokens=5, messages=HI, tools=CUSTOM)
+        assert found["content"][0]["input"] == {"invalid_json": '{"city": "\\ud800", "days": 3}'}
+
+
 def test_what_goes_into_a_message(http):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Now?"}]},
@@ -341,6 +353,8 @@ def test_what_goes_into_a_message(http):
         ({"max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
         ({"max_tokens": 5, "tools": CUSTOM, "tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"), ({"max_tokens": 5, "thinking": {"type": "x"}}, "thinking.type is 'x'"),
         ({"max_tokens": 5, "output_config": {"format": {"type": "xml"}}}, "output_config.format"), ({"max_token": 5}, "did you mean 'max_tokens'?"),
+        ({"max_tokens": 5, "stop_sequences": ["a", ""]}, "stop_sequences[1] is empty"), ({"max_tokens": 5, "stop_sequences": ["a"] * 1025}, "stop_sequences has 1,025"),
+        ({"max_tokens": 5, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format.json_schema.schema is missing"),
     ]  # fmt: skip
     for body, text in bad:
         error = post(http, MESSAGES, 400, **{"messages": HI} | body)
@@ -378,3 +392,22 @@ def test_streams_that_fail_end_with_an_error(folder):
         assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "the server has ended this answer"
         last = named_events(http.post(MESSAGES, json={"max_tokens": 5, "messages": HI, "stream": True}))[-1]
         assert last["type"] == "error" and last["error"]["type"] == "overloaded_error"
+
+
+def test_a_response_that_fails_behind_a_comment_was_created(folder):
+    """OpenAI's client takes no other event before response.created."""
+
+    async def fail(*args, **options):
+        await asyncio.sleep(0.1)
+        raise ApiError(503, "the server has ended this answer")
+        yield
+
+    client = ScriptedClient(None)
+    client.generate = fail
+    with serving(client, model_of(folder), keep_alive=0.02) as (url, _):
+        text = httpx.post(url + RESPONSES, json={"input": "Hi", "stream": True}).text
+        assert text.startswith(": keep-alive\n\n")
+        events = [json.loads(each.partition("data: ")[2]) for each in text.split("\n\n") if "data: " in each]
+        assert [each["type"] for each in events] == ["response.created", "response.in_progress", "response.failed"]
+        assert [each["sequence_number"] for each in events] == [0, 1, 2] and events[0]["response"]["error"] is None
+        assert [each["response"]["status"] for each in events] == ["in_progress", "in_progress", "failed"]

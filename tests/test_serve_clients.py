@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import get_args
 
 import pytest
 
@@ -52,6 +53,33 @@ def test_the_client_of_openai(folder):
         assert events[-1].type == "response.completed" and final.output_text == "I look." and json.loads(final.output[3].arguments) == {"zone": "utc"}
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="demo", input="Hi", previous_response_id="x")
+
+
+@pytest.mark.parametrize("limit", [99, None])
+def test_answers_have_all_that_the_types_of_the_clients_ask_for(folder, limit):
+    """The clients themselves leave out what is missing, and fail where a program reads it."""
+    openai, anthropic, pydantic = (pytest.importorskip(name) for name in ("openai", "anthropic", "pydantic"))
+
+    def check(kind, body: bytes) -> None:
+        pydantic.TypeAdapter(kind).validate_json(body, strict=True)
+
+    def check_events(union, text: str) -> None:
+        kinds = {name: kind for kind in get_args(get_args(union)[0]) for name in get_args(kind.model_fields["type"].annotation)}
+        events = [each.partition("data: ")[2] for each in text.split("\n\n") if each]
+        for each in events:
+            check(kinds[json.loads(each)["type"]], each.encode())
+
+    with saying(folder, SAID if limit else (SAID[:-30], "length", None))[0] as (url, _), httpx.Client(base_url=url) as http:
+        body = {"messages": HI, "tools": TOOLS, "max_tokens": limit}
+        check(openai.types.chat.ChatCompletion, http.post("/v1/chat/completions", json=body).content)
+        for chunk in http.post("/v1/chat/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}).text.split("\n\n")[:-2]:
+            check(openai.types.chat.ChatCompletionChunk, chunk.removeprefix("data: ").encode())
+        body = {"input": "Hi", "tools": FUNCTIONS, "max_output_tokens": limit}
+        check(openai.types.responses.Response, http.post("/v1/responses", json=body).content)
+        check_events(openai.types.responses.ResponseStreamEvent, http.post("/v1/responses", json=body | {"stream": True}).text)
+        body = {"messages": HI, "tools": CUSTOM, "max_tokens": 99}
+        check(anthropic.types.Message, http.post("/v1/messages", json=body).content)
+        check_events(anthropic.types.RawMessageStreamEvent, http.post("/v1/messages", json=body | {"stream": True}).text)
 
 
 def test_custom_tools_by_the_client_of_openai(folder):

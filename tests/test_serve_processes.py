@@ -394,7 +394,7 @@ def test_a_program_from_stdin_tls_and_the_access_log(folder, tmp_path):
             assert answer.json()["choices"][0]["text"] == "562"
             assert http.post(COMPLETIONS, json={"prompt": "1"}).status_code == 401
             assert http.get("/health").json()["status"] in ("idle", "busy")
-        with pytest.raises(httpx.ConnectError):  # it trusts no such server
-            httpx.get(processes.url)
-        wait_for(lambda: any("1 x 200, 1 x 401; in work: 0" in line or "2 x 200, 1 x 401; in work: 0" in line for line in processes.errors), 3)
-        stop(processes)
+            with pytest.raises(httpx.ConnectError):  # it trusts no such server
+                httpx.get(processes.url)
+            wait_for(lambda: any("1 x 200, 1 x 401; in work: 0" in line or "2 x 200, 1 x 401; in work: 0" in line for line in processes.errors), 3)
+            stop(processes)  # it waits for no idle connection, whose end the client does not hear yet

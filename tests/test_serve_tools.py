@@ -375,10 +375,11 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "must be one of auto, none, required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function of tools"),
     ({"tools": TOOLS, "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice", "must have a mode, auto or required, and tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, "structured_outputs", "xgrammar says"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, "tools", "xgrammar says"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "structured_outputs", "xgrammar says"),
-    ({"response_format": {"type": "regex", "regex": "("}}, "structured_outputs", "xgrammar says"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format", "xgrammar says"),
+    ({"response_format": {"type": "regex", "regex": "("}}, "response_format", "xgrammar says"),
+    ({"structured_outputs": {"regex": "("}, "response_format": {"type": "text"}}, "structured_outputs", "xgrammar says"),
     ({"response_format": JSON_SCHEMA, "structured_outputs": {"regex": "a"}}, "structured_outputs", "both given"),
     ({"structured_outputs": {"jsons": {}}}, "structured_outputs", "did you mean 'json'?"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
@@ -394,3 +395,4 @@ def test_what_is_wrong_is_named(llm, body, param, text):
         for more in ({}, {"stream": True}):
             error = post(http, CHAT, 400, **{"messages": MESSAGES} | body | more)["error"]
             assert text in error["message"] and error["param"] == param
+            assert text != "xgrammar says" or error["message"].startswith(param)

@@ -71,6 +71,26 @@ def test_a_client_that_leaves_ends_its_request(slow, is_stream, prompt):
         wait_for(lambda: server.gate.num_inside == 0)
 
 
+@pytest.mark.parametrize(("num_behind", "is_stream"), [(1, True), (1, False), (3, True)])
+def test_requests_that_came_behind_one_another_end_with_their_client(is_stream, num_behind):
+    """It sends some before the first is answered."""
+    client = CountingClient(0.02)
+    body = json.dumps({"prompt": "1", "max_tokens": 100, "stream": is_stream}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with serving(client, model_of()) as (url, server):
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as connection:
+            connection.sendall(head + body)
+            wait_for(lambda: client.num_given >= 3)
+            connection.sendall((head + body) * num_behind)
+            if is_stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        left = time.monotonic()
+        wait_for(lambda: client.num_running == 0 and server.gate.num_inside == 0)
+        assert time.monotonic() - left < 1, "100 tokens take 2 s"
+        time.sleep(0.2)
+        assert client.num_running == 0, "nor do those behind begin"
+
+
 def test_too_many_prompts_are_refused_before_they_are_prepared():
     """Hundreds of thousands of them fit into a body."""
     with pytest.raises(ApiError, match="asks for 4 answers"):

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,6 +18,7 @@ from pagedkv.models.ipc import IpcTensor
 from pagedkv.models.nccl import BroadcastTensor
 
 from .errors import ApiError, json_response, of_request
+from .schema import json_object
 from .server import Server
 
 FILES = ("application/octet-stream", "application/vnd.safetensors")
@@ -139,13 +139,7 @@ async def _options(server: Server, request: Request, kinds: Mapping[str, Callabl
     given = {name: values if name == "tags" else values[-1] for name, values in query.items()}
     body = await server.body(request)
     if body:
-        try:
-            more = msgspec.json.decode(body)
-        except ValueError as error:  # UTF-8, too
-            raise ApiError(400, f"the body is no JSON: {error}") from None
-        if not isinstance(more, dict):
-            raise ApiError(400, "the body is no JSON object")
-        given |= more
+        given |= json_object(body)
     return _checked(given, kinds)
 
 

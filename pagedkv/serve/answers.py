@@ -13,7 +13,7 @@ from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 
-from .errors import ApiError, of_engine, of_request
+from .errors import ApiError, of_engine, of_request, renamed
 from .gate import Gate
 
 Stream = AsyncIterator[RequestOutput]
@@ -42,11 +42,14 @@ class Answers:
 
     def __init__(
         self, client: EngineClient, gate: Gate, prompts: Sequence[str | list[int]], params: SamplingParams, *,
-        lora_request: LoRARequest | None, priority: int, salt: bytes, shows_aborts: bool = False,
+        lora_request: LoRARequest | None, priority: int, salt: bytes, shape_name: str = "structured_outputs",
+        shows_aborts: bool = False,
     ) -> None:  # fmt: skip
-        """shows_aborts: one that the server ends is an answer as far as it came, else an error."""
+        """shape_name: what the client calls structured_outputs; shows_aborts: one that the server ends is an answer as
+        far as it came, else an error."""
         gate.check(len(prompts) * params.n)  # before there is a stream for each
         self._gate, self._n, self._shows_aborts = gate, params.n, shows_aborts
+        self._names = {"structured_outputs": shape_name}
         self.prompts = prompts
         self.prompt_token_ids: list[list[int]] = [[] for _ in prompts]
         self.prompt_logprobs: list[list[dict[int, float] | None]] = [[] for _ in prompts]  # see RequestOutput
@@ -60,11 +63,13 @@ class Answers:
         num_answers = len(self._streams) * self._n
         self._gate.enter(num_answers)
         try:
-            async with aclosing(_together(self._streams)) as outputs:
-                async for prompt, output in outputs:
-                    yield self._take(prompt, output)
+            with renamed(self._names):
+                async with aclosing(_together(self._streams)) as outputs:
+                    async for prompt, output in outputs:
+                        yield self._take(prompt, output)
         except (TypeError, ValueError, ImportError, RuntimeError) as error:  # ImportError: an option needs a package
-            raise _told(error) from error
+            with renamed(self._names):
+                raise _told(error) from error
         finally:
             self._gate.leave(num_answers)
 

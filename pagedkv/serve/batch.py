@@ -93,7 +93,7 @@ class AnswerFile:
                 if not line.endswith(b"\n"):  # cut by a kill
                     break
                 custom_id = _object(where, line).get("custom_id")
-                if custom_id not in known:
+                if not isinstance(custom_id, str) or custom_id not in known:
                     raise ValueError(f"{where}: custom_id is {custom_id!r}, which is none of the requests")
                 if custom_id in self.done:
                     raise ValueError(f"{where}: custom_id is {custom_id!r}, as in a line before")

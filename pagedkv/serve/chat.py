@@ -28,7 +28,7 @@ class ChatForm(Form):
     request: ChatRequest
 
     def __init__(self, server: Server, request: ChatRequest, turn: Turn) -> None:
-        super().__init__(server, request, turn.name)
+        super().__init__(server, request, turn.name, turn.shape_name)
         self._turn = turn
         self._parsers: dict[int, Parser] = {}  # by answer; one whose first chunk is written has one
         self._thoughts: dict[int, ThoughtCounter] = {}

@@ -16,7 +16,7 @@ from .model import ServedModel
 from .schema import CompletionRequest, params_of, prompts_of
 from .server import Form, Server
 from .sse import Reply
-from .structured import shape_of
+from .structured import name_of_shape, shape_of
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -30,7 +30,8 @@ async def completions(server: Server, request: Request) -> Reply:
     params = replace(params, structured_outputs=shape_of(body))
     if body.echo and body.logprobs is not None:  # without a token to sample no prompt is computed
         params = replace(params, prompt_logprobs=body.logprobs, max_tokens=max(max_tokens, 1))
-    return server.reply(body, prompts_of("prompt", body.prompt), params, CompletionForm(server, body, name), headers)
+    form = CompletionForm(server, body, name, name_of_shape(body))
+    return server.reply(body, prompts_of("prompt", body.prompt), params, form, headers)
 
 
 class CompletionForm(Form):

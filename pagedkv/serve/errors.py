@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -70,6 +72,20 @@ def of_request(error: Exception) -> ApiError:
     named = re.match(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)* (is|holds|has) ", message)
     code = TOO_LONG if "exceed max_model_len" in message else None
     return ApiError(400, message, param=named[1] if named else None, code=code)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """An ApiError within it is told by the names that its client uses. names: a field, or the path of one, by the name
+    that the checks know it by."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None or error.param not in names:
+            raise
+        name = names[error.param]
+        text = re.sub(rf"\b{error.param}\b", name, error.message, count=1)
+        raise ApiError(error.status, text, param=name.partition(".")[0], code=error.code) from None
 
 
 def of_engine(error: Exception) -> ApiError:

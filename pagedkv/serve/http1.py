@@ -19,6 +19,7 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
     _num_silent = 0  # bytes since the parser told of something other than a header
     _data = b""  # what is being parsed
     _knows_head = False  # the parser gets a head again
+    _unanswered: tuple[Any, ...] = ()  # the cycles of requests: the first is in work, and others have come behind it
 
     def data_received(self, data: bytes) -> None:
         self._num_silent += len(data)
@@ -61,8 +62,20 @@ class Http1(HttpToolsProtocol):  # type: ignore[misc]
         self._num_silent = 0
         before = self.cycle
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0" and self.cycle is not before:
+        if self.cycle is before:
+            return
+        self._unanswered = (*(each for each in self._unanswered if not each.response_complete), self.cycle)
+        if len(self._unanswered) == 2:  # uvicorn reads no further, and would not hear that the client has left
+            self.flow.resume_reading()
+        if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """uvicorn tells it to the last request alone, and would go on to answer those before."""
+        for each in self._unanswered:
+            each.disconnected = not each.response_complete
+            each.message_event.set()
+        super().connection_lost(error)
 
     def on_body(self, body: bytes) -> None:
         self._num_silent = 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import socket
 import stat
+import termios
 from types import FrameType
 from typing import Any
 
@@ -17,6 +19,7 @@ from .server import Server
 
 BACKLOG = 2048  # connections that nobody has accepted yet
 NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # ::1 is in /etc/hosts where IPv6 is off, too
+GOODBYE = 0.5  # seconds for a client's part in the end of a connection, when the server ends
 KEEP_ALIVE = 75  # seconds of a connection without a request: longer than those of proxies, which else send into its end
 
 
@@ -82,6 +85,15 @@ def address_of(bound: socket.socket, scheme: str) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def _has_sent_all(transport: Any) -> bool:
+    """Whether the client's system has all that was written."""
+    rest, number = bytearray(4), transport.get_extra_info("socket").fileno()
+    if number < 0:  # it is about to be told that it is closed
+        return False
+    fcntl.ioctl(number, termios.TIOCOUTQ, rest)
+    return not any(rest)
+
+
 class Lifecycle(uvicorn.Server):  # type: ignore[misc]
     """uvicorn's, with the same end for SIGTERM and SIGINT, after which the process goes on to its own end: at the first
     signal no more connections are taken, and answers on their way come to their ends. A second one cancels them, and so
@@ -112,10 +124,17 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
         cutter.cancel()
 
     async def _cut_connections(self) -> None:
-        """When it is stopped, or the time is over: for the requests it is as if their clients had left."""
+        """When it is stopped, or the time is over: for the requests it is as if their clients had left. And those that
+        are closed: with TLS asyncio waits half a minute for the client's goodbye, which one with a pool of connections
+        does not say before it uses them again."""
         loop = asyncio.get_running_loop()
         end = None if self._drain_timeout is None else loop.time() + self._drain_timeout
+        closed: dict[Any, float] = {}
         while not self._is_stopped and (end is None or loop.time() < end):
+            for each in list(self.server_state.connections):
+                since = closed.setdefault(each, loop.time()) if each.transport.is_closing() else loop.time()
+                if loop.time() - since > GOODBYE and _has_sent_all(each.transport):
+                    each.transport.abort()
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

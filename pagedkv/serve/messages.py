@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response
+from .errors import ApiError, json_response, renamed
 from .message_input import messages_of, offered_tools
 from .parser import Event
 from .schema import ChatRequest, Generation
@@ -22,6 +21,7 @@ from .server import Server
 from .sse import JSON, Reply, named_event, named_events
 from .turn import SWITCH, Turn, prepare
 
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of chats, and here
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -42,8 +42,10 @@ async def messages(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, MessagesRequest)
     if body.max_tokens is None:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
-    turn = await prepare(server, as_chat(server, body), headers)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
+    with renamed(NAMES):
+        turn = await prepare(server, as_chat(server, body), headers)
+    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
     writer = MessageWriter(turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=_last)
@@ -52,7 +54,8 @@ async def messages(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, MessagesRequest)
-    turn = await prepare(server, as_chat(server, body), headers)
+    with renamed(NAMES):
+        turn = await prepare(server, as_chat(server, body), headers)
     return json_response({"input_tokens": len(turn.token_ids)}, headers=headers)
 
 
@@ -218,7 +221,7 @@ def _shown(block: dict[str, Any]) -> dict[str, Any]:
     if block["type"] != "tool_use":
         return dict(block)
     try:
-        value = json.loads(block["input"])
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(block["input"])  # it refuses what could not be sent: half of a surrogate pair
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         value = None
     return block | {"input": value if isinstance(value, dict) else {"invalid_json": block["input"]}}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response
+from .errors import ApiError, json_response, renamed
 from .parser import Event
 from .response_input import flat_tools, messages_of
 from .schema import ChatRequest, Generation, check_stream_options
@@ -23,6 +23,7 @@ from .server import Server, warn
 from .sse import JSON, Reply, named_event, named_events
 from .turn import ThoughtCounter, Turn, prepare
 
+NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}  # of chats, and here
 KINDS = ("function", "custom")  # of tools of the client
 # Of the server, which clients offer in every request: the model has none of them to call.
 NO_TOOLS = ("web_search", "web_search_preview", "image_generation", "tool_search")
@@ -56,8 +57,10 @@ class ResponsesRequest(Generation):
 
 async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
-    turn = await _prepare(server, body, headers)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name)
+    with renamed(NAMES):
+        turn = await _prepare(server, body, headers)
+    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)
@@ -66,7 +69,8 @@ async def responses(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, ResponsesRequest)
-    turn = await _prepare(server, body, headers)
+    with renamed(NAMES):
+        turn = await _prepare(server, body, headers)
     return json_response({"object": "response.input_tokens", "input_tokens": len(turn.token_ids)}, headers=headers)
 
 
@@ -165,9 +169,7 @@ class ResponseWriter:
         self.events: list[dict[str, Any]] = []
 
     def take(self, piece: Piece) -> None:
-        if not self._number:
-            for name in ("created", "in_progress"):
-                self._tell(f"response.{name}", response=self.response())
+        self._begin()
         for event in self._parser.feed(piece.text, is_last=piece.finish_reason is not None):
             self._take(event)
         self._thoughts.take(piece.token_ids, self._parser)
@@ -177,12 +179,19 @@ class ResponseWriter:
             self._close("incomplete" if is_cut else "completed")
             self._tell(f"response.{self._status}", response=self.response())
 
+    def _begin(self) -> None:
+        """Clients take no other event before these."""
+        if not self._number:
+            for name in ("created", "in_progress"):
+                self._tell(f"response.{name}", response=self.response())
+
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
             return b""
+        self._begin()  # a stream may have begun with a comment alone
         self._status, self._error = "failed", {"code": "server_error", "message": error.message}
         self._tell("response.failed", response=self.response())
-        return named_event(self.events.pop())
+        return b"".join(map(named_event, self.events))
 
     def response(self) -> dict[str, Any]:
         body, params = self._body, self._turn.params
@@ -203,7 +212,8 @@ class ResponseWriter:
     def _usage(self) -> dict[str, Any]:
         usage = self._answers.usage()
         return {
-            "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._thoughts.count},
             "total_tokens": usage["total_tokens"],

@@ -132,14 +132,19 @@ OF_PARAMS = {each.name for each in fields(SamplingParams) if each.init} & {each.
 OF_PARAMS -= {"structured_outputs"}
 
 
-def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    """The request, and the names of its fields that have no effect."""
+def json_object(body: bytes) -> dict[str, Any]:
     try:
         given = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body is no JSON object")
+    return given
+
+
+def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """The request, and the names of its fields that have no effect."""
+    given = json_object(body)
     given = {name: value for name, value in given.items() if value is not None}
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     ignored = [name for name in given if name in WITHOUT_EFFECT and name not in known]
@@ -155,8 +160,8 @@ def read(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     except (msgspec.MsgspecError, RecursionError) as error:
         message, _, where = str(error).partition(" - at ")
         path = re.search(r"\$\.([^`]+)", where)  # `$.stop[0]`, or `key` in `$.logit_bias`
-        name = path[1] if path else None
-        raise ApiError(400, f"{name or 'the body'}: {message}", param=name) from None
+        param = path[1] if path else None
+        raise ApiError(400, f"{param or 'the body'}: {message}", param=param) from None
     return request, ignored
 
 

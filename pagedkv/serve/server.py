@@ -96,7 +96,7 @@ class Server:
         options = check_stream_options(request)
         if any(isinstance(each, str) for each in prompts):
             self.model.check_tokenizer()
-        answers = self.answers(request, prompts, params, form.name, shows_aborts=self.shows_aborts)
+        answers = self.answers(request, prompts, params, form.name, form.shape_name, shows_aborts=self.shows_aborts)
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
@@ -107,13 +107,15 @@ class Server:
         return Reply(parts, EVENTS, headers, keep_alive=self.keep_alive, **options)
 
     def answers(
-        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str, *,
-        shows_aborts: bool = False,
+        self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str,
+        shape_name: str, *, shows_aborts: bool = False,
     ) -> Answers:  # fmt: skip
+        """name: of the model; shape_name: see Answers."""
         self.check_queue()
         return Answers(
             self.client, self.gate, prompts, params, priority=request.priority or 0,
-            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name), shows_aborts=shows_aborts,
+            salt=salt_of(request.cache_salt), lora_request=self.model.adapters.get(name), shape_name=shape_name,
+            shows_aborts=shows_aborts,
         )  # fmt: skip
 
 
@@ -124,9 +126,9 @@ class Form(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, server: Server, request: Generation, name: str) -> None:
+    def __init__(self, server: Server, request: Generation, name: str, shape_name: str) -> None:
         self.model, self.request = server.model, request
-        self.name = name
+        self.name, self.shape_name = name, shape_name  # see Server.answers()
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -37,6 +37,12 @@ def shape_of(request: Generation) -> StructuredOutputsParams | None:
     return _checked(**given)
 
 
+def name_of_shape(request: Generation) -> str:
+    """What the client calls the option that shape_of() makes."""
+    is_given = request.response_format is not None and request.response_format.get("type") != "text"
+    return "response_format" if is_given else "structured_outputs"
+
+
 def _of_format(form: dict[str, Any]) -> dict[str, Any]:
     kind = form.get("type")
     if kind not in FORMATS:

@@ -14,13 +14,13 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.messages import parse_arguments
 
 from .custom import plain_call
-from .errors import ApiError
+from .errors import ApiError, renamed
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel
 from .parser import Parser
 from .schema import ChatRequest, TokenizeRequest, check_messages, params_of
 from .server import Server, warn
-from .structured import as_format, of_format, shape_of
+from .structured import as_format, name_of_shape, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
 
 SWITCH = "enable_thinking"  # the variable of templates that can do without thoughts
@@ -37,6 +37,7 @@ class Turn:
     start: str  # see Parser
 
     thoughts_end: int | None  # the token
+    shape_name: str  # the field that the grammar of the answer comes from
 
     @property
     def token_ids(self) -> list[int]:
@@ -58,7 +59,9 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     default = model.default_params
     max_tokens = _max_tokens(body, default.max_tokens)
-    params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with renamed({"logprobs": "top_logprobs", "max_tokens": limit}):
+        params = params_of(body, default, model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
     tools, shape = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), shape_of(body)
     template, prompt, start = await asyncio.to_thread(_write, model, body, tools, headers)
     calls = model.call_format(template) if tools.may_be_called else None
@@ -78,7 +81,8 @@ async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) ->
         params = params if grammar is None else replace(params, structured_outputs=of_format(grammar))
     if calls is not None and calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
-    return Turn(name, prompt, params, tools, calls, start, model.token_id(THINK_END))
+    shape_name = "tools" if shape is None else name_of_shape(body)
+    return Turn(name, prompt, params, tools, calls, start, model.token_id(THINK_END), shape_name)
 
 
 def _write(

@@ -23,8 +23,10 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
 from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import plan
+from pagedkv.engine.runner import weights as runner_weights
 from pagedkv.engine.runner.make import RANK
 from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.models.weights import Checkpoint
 from pagedkv.parallel.team import Team
 
 SECONDS = 10  # in which a failure is known everywhere
@@ -203,6 +205,49 @@ def test_at_the_start(folder, monkeypatch, kind, number, fault):
         assert re.match(f"rank 1 {SAYS[fault]}", str(raised.value), re.S), str(raised.value)
         assert time.monotonic() - start < SECONDS
         del raised
+
+
+def kill_a_rank() -> None:
+    (rank,) = children()
+    os.kill(rank, signal.SIGKILL)
+    while children():
+        time.sleep(0.01)
+
+
+def test_while_weights_are_read(folder, monkeypatch):
+    """The first rank stops, however long it would read."""
+    view, names = Checkpoint.view, []
+
+    def kill_and_view(source, name, *args):
+        if not names:
+            kill_a_rank()
+        names.append(name)
+        return view(source, name, *args)
+
+    monkeypatch.setattr(Checkpoint, "view", kill_and_view)
+    with nothing_left():
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as raised:
+            LLM(folder, tensor_parallel_size=2, **OPTIONS)
+        assert len(names) == 1
+        del raised
+
+
+def test_while_weights_are_written(folder, monkeypatch):
+    """So does it in an update."""
+    plan_update, written = runner_weights.plan_update, []
+
+    def kill_and_plan(*args):
+        kill_a_rank()
+        return dict.fromkeys(plan_update(*args), written.append)
+
+    with nothing_left():
+        with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+            monkeypatch.setattr(runner_weights.RunnerWeights, "check", lambda *args: None)
+            monkeypatch.setattr(runner_weights, "plan_update", kill_and_plan)
+            with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as raised:
+                llm.update_weights(folder)
+            assert not written
+        del raised, llm
 
 
 def test_an_error_of_all_ranks_is_the_first_ones(tmp_path):

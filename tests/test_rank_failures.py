@@ -153,6 +153,23 @@ def test_rows_that_fail_end_alone(tmp_path):
         assert good.outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].token_ids) == 5
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_mask_that_raises_ends_its_request_alone(folder, error):
+    def raise_at_third(request, token_ids):
+        if len(token_ids) == 2:
+            raise error("of a mask")
+        return np.ones(SIZES["vocab_size"], bool)
+
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        expected = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+        masked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, mask=raise_at_third)
+        good, bad = llm.generate([[1, 2, 3], [4]], [params, masked], use_tqdm=False)
+        assert good.outputs[0].token_ids == expected
+        assert isinstance(bad.error, (KeyError, RuntimeError)) and not isinstance(bad.error, RankError)
+        assert "of a mask" in str(bad.error)
+
+
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_while_idle(folder, monkeypatch, fault):
     """health() knows it before the next request."""

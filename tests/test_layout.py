@@ -176,7 +176,7 @@ def test_no_files_call_each_other_in_a_circle(folder, suffix):
 # What lies in a folder, or is a module, may import what stands above it and its own folder's modules. All that is named
 # before its folder stands apart from it.
 ORDER = (
-    "pagedkv.checks", "pagedkv.optional", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
+    "pagedkv.checks", "pagedkv.optional", "pagedkv.threads", "pagedkv.pool_picture", "pagedkv.tuning", "pagedkv.ops", "pagedkv.progress",
     "pagedkv.torch", "pagedkv.parallel", "pagedkv.models",
     "pagedkv.engine.structured_outputs", "pagedkv.engine.sampling_params", "pagedkv.engine.lora_request",
     "pagedkv.engine.speculative_config",

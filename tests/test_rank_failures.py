@@ -23,8 +23,10 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RankError
 from pagedkv.engine.cache.pool import KVCaches
 from pagedkv.engine.runner import plan
+from pagedkv.engine.runner import weights as runner_weights
 from pagedkv.engine.runner.make import RANK
 from pagedkv.engine.runner.model_runner import ModelRunner
+from pagedkv.models.weights import Checkpoint
 from pagedkv.parallel.team import Team
 
 SECONDS = 10  # in which a failure is known everywhere
@@ -151,6 +153,23 @@ def test_rows_that_fail_end_alone(tmp_path):
         assert good.outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].token_ids) == 5
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_mask_that_raises_ends_its_request_alone(folder, error):
+    def raise_at_third(request, token_ids):
+        if len(token_ids) == 2:
+            raise error("of a mask")
+        return np.ones(SIZES["vocab_size"], bool)
+
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        expected = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+        masked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, mask=raise_at_third)
+        good, bad = llm.generate([[1, 2, 3], [4]], [params, masked], use_tqdm=False)
+        assert good.outputs[0].token_ids == expected
+        assert isinstance(bad.error, (KeyError, RuntimeError)) and not isinstance(bad.error, RankError)
+        assert "of a mask" in str(bad.error)
+
+
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_while_idle(folder, monkeypatch, fault):
     """health() knows it before the next request."""
@@ -203,6 +222,49 @@ def test_at_the_start(folder, monkeypatch, kind, number, fault):
         assert re.match(f"rank 1 {SAYS[fault]}", str(raised.value), re.S), str(raised.value)
         assert time.monotonic() - start < SECONDS
         del raised
+
+
+def kill_a_rank() -> None:
+    (rank,) = children()
+    os.kill(rank, signal.SIGKILL)
+    while children():
+        time.sleep(0.01)
+
+
+def test_while_weights_are_read(folder, monkeypatch):
+    """The first rank stops, however long it would read."""
+    view, names = Checkpoint.view, []
+
+    def kill_and_view(source, name, *args):
+        if not names:
+            kill_a_rank()
+        names.append(name)
+        return view(source, name, *args)
+
+    monkeypatch.setattr(Checkpoint, "view", kill_and_view)
+    with nothing_left():
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as raised:
+            LLM(folder, tensor_parallel_size=2, **OPTIONS)
+        assert len(names) == 1
+        del raised
+
+
+def test_while_weights_are_written(folder, monkeypatch):
+    """So does it in an update."""
+    plan_update, written = runner_weights.plan_update, []
+
+    def kill_and_plan(*args):
+        kill_a_rank()
+        return dict.fromkeys(plan_update(*args), written.append)
+
+    with nothing_left():
+        with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+            monkeypatch.setattr(runner_weights.RunnerWeights, "check", lambda *args: None)
+            monkeypatch.setattr(runner_weights, "plan_update", kill_and_plan)
+            with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as raised:
+                llm.update_weights(folder)
+            assert not written
+        del raised, llm
 
 
 def test_an_error_of_all_ranks_is_the_first_ones(tmp_path):

@@ -215,6 +215,30 @@ def test_starts_where_its_package_is_not_found_any_more(folder, expected, tmp_pa
     assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
 
 
+def test_starts_the_package_that_it_is(folder, expected, tmp_path):
+    """Though a path has been added where another version of it lies."""
+    (tmp_path / "pagedkv").mkdir()
+    (tmp_path / "pagedkv" / "__init__.py").write_text("")
+    script = f"import sys\nfrom pagedkv import LLM\nsys.path.insert(0, {str(tmp_path)!r})" + SCRIPT.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected), done.stderr
+
+
+def test_starts_in_a_thread_that_the_main_one_does_not_wait_for(folder, expected):
+    """The main thread has returned; what it has started goes on. Weights that are converted, by several threads, too."""
+    script = f"""
+import threading
+from pagedkv import LLM
+def serve():
+    threading.main_thread().join()
+    LLM({str(folder)!r}, device="cpu", num_blocks=40, quantization="fp8").save_cache({str(folder / "cache")!r})
+    exec({SCRIPT.format(folder=str(folder))!r})
+threading.Thread(target=serve).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split("\n")[0] == str(expected) and not done.stderr, done.stderr
+
+
 def test_ctrl_c_is_for_the_first_rank_alone(folder, expected):
     """It decides what an interrupt of the terminal means, while the others start, too."""
     often = """

@@ -313,6 +313,39 @@ def test_params_that_are_none():
     in_virtual_time(run())
 
 
+class Picky(SimulatedReplica):
+    """It refuses token 13."""
+
+    async def generate(self, prompt, params, request_id, **options):
+        if 13 in prompt["prompt_token_ids"]:
+            raise ValueError("not 13")
+        async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+            async for output in outputs:
+                yield output
+
+
+def test_what_a_replica_refuses_fails_alone():
+    """What was computed of a batch is not lost. What is wrong with the call is said before anything is computed."""
+
+    async def run():
+        async with Router([Picky(20_000)]) as router:
+            prompts = [[1], [13], {"prompt_token_ids": [2]}, {"prompt": "shown", "prompt_token_ids": [13]}]
+            outputs = await router.generate_all(prompts, TEN)
+            assert [str(each.error) for each in outputs] == ["None", "not 13", "None", "not 13"]
+            assert [(each.prompt, each.prompt_token_ids, each.finished) for each in outputs[1::2]] == [(None, [13], True), ("shown", [13], True)]
+            with pytest.raises(ValueError, match="not 13"):
+                await anext(router.generate([13], TEN))
+            computed = router._replicas[0].computed
+            for wrong, text in ((5, "not 5"), ({"text": 1}, r"prompts\[1\] has 'text'"), ("a", r"prompts\[1\] is 'a'")):
+                with pytest.raises(TypeError, match=text):
+                    await router.generate_all([[3], wrong], TEN)
+            with pytest.raises(TypeError, match="salt is 'a' but must be bytes"):
+                await router.generate_all([[3]], TEN, salt="a")
+            assert router._replicas[0].computed == computed
+
+    in_virtual_time(run())
+
+
 class Slow(SimulatedReplica):
     """Its second start takes long."""
 
@@ -419,7 +452,7 @@ def test_an_engine_whose_rank_dies_is_made_again(tmp_path):
 # --- Ray
 
 RAY = """
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, sys, threading, time
 import ray
 from pagedkv import SamplingParams
 from pagedkv.replicas.ray import RayReplica, ray_router
@@ -460,7 +493,26 @@ async def main(model):
         await asyncio.gather(*router._starting)
         last = await replica._actor.__ray_call__.remote(lambda self: os.getpid())
         print("=", "again", last != new and [each.token_ids for each in first] == [each.token_ids for each in third])
-    ray.shutdown()
+        # What cannot be sent there, what is refused there, and what cannot be sent back are errors of their requests.
+        wrong = [SamplingParams(mask=Locked()), SamplingParams(allowed_token_ids=[10**6]), SamplingParams(mask=raise_odd)]
+        *bad, good = await router.generate_all([[1], "a", [3], [4]], [*wrong, params])
+        print("=", "refused_alone", good.error is None and [type(each.error) for each in bad] == [TypeError, ValueError, RuntimeError])
+        ray.shutdown()
+        print("=", "left", [str(each.error) for each in await router.generate_all([[1]], params)] == ["Ray was shut down"])
+    print("=", "still_left", not ray.is_initialized())
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+    def __call__(self, request, ids):
+        return None
+
+class Odd(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+
+def raise_odd(request, ids):
+    raise Odd(1, 2)
 
 asyncio.run(main(sys.argv[1]))
 """
@@ -474,16 +526,36 @@ def test_a_ray_actor_is_killed_in_the_middle_of_a_batch():
         start_new_session=True,
     )  # fmt: skip
     try:
-        out, err = process.communicate(timeout=40)
+        out, err = process.communicate(timeout=100)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # if it hangs: Ray's processes are of its session
         except ProcessLookupError:
             pass
     said = dict(line.split()[1:] for line in out.splitlines() if line.startswith("= "))  # Ray says more
-    assert process.returncode == 0, err
+    assert process.returncode == 0, (out, err)
     assert int(said.pop("running")) > 4  # as many as it computes at once, and more
-    assert said == dict.fromkeys(("died", "same", "complete", "prompts", "streamed", "restarted", "again", "refused"), "True"), err
+    whatever = "died same complete prompts streamed restarted again refused refused_alone left still_left"
+    assert said == dict.fromkeys(whatever.split(), "True"), err
+
+
+def test_an_answer_that_does_not_come_as_ray_was_shut_down(monkeypatch):
+    ray = pytest.importorskip("ray", reason="the extra `ray`")
+    from pagedkv.replicas.ray import _answer
+
+    async def run():
+        is_up = [True]
+        monkeypatch.setattr(ray, "is_initialized", lambda: is_up[0])
+        assert await _answer(asyncio.sleep, 0, "an answer") == "an answer"
+        asyncio.get_running_loop().call_later(5, is_up.clear)
+        asyncio.get_running_loop().call_later(5, is_up.append, False)
+        with pytest.raises(RuntimeError, match="Ray was shut down"):
+            await _answer(asyncio.sleep, 1000)
+        assert 5 <= asyncio.get_running_loop().time() < 7
+        with pytest.raises(RuntimeError, match="Ray was shut down"):  # and nothing is asked for any more
+            await _answer(pytest.fail)
+
+    in_virtual_time(run())
 
 
 def test_without_ray_its_name_is_said():

@@ -26,12 +26,13 @@ from test_family_tokenizers import write
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine.client import EngineClient
 from pagedkv.engine.lora_request import LoRARequest
+from pagedkv.engine.outputs import portable
 from pagedkv.engine.requests.news import News
 from pagedkv.engine.requests.request import Update
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.serve.host import EngineHost
 from pagedkv.serve.remote import Facts, RemoteEngine
-from pagedkv.serve.wire import Decoder, pack, portable, to_bytes, unpack
+from pagedkv.serve.wire import Decoder, pack, to_bytes, unpack
 
 DELTA = RequestOutputKind.DELTA
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind=DELTA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -168,3 +169,12 @@ class EngineStats:
             + row("time in the queue", times(self.queue_time))
             + "</table>"
         )
+
+
+def portable(error: BaseException) -> Exception:
+    """The error, or one that says the same where it cannot be pickled. Its traceback stays behind."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the class of the error raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

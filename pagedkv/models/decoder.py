@@ -64,7 +64,11 @@ class Decoder:
         self.embedding = source.load("model.embed_tokens.weight", rows, config.hidden_size)
         # Of several ranks: where its rows begin.
         self._first_row = None if self.comm is None else ranges_of(rows)[0][0]
-        self.layers = [self.make_layer(i, source, cos_sin) for i in range(len(config.kv_layers))]
+        self.layers: list[Layer] = []
+        for i in range(len(config.kv_layers)):
+            if self.comm is not None:
+                self.comm.check()  # to read on may take long, and be in vain
+            self.layers.append(self.make_layer(i, source, cos_sin))
         self.norm = source.load("model.norm.weight", config.hidden_size)
         self.has_head = config.tie_word_embeddings or source.has_head
         if config.tie_word_embeddings or not self.has_head:  # without a head the embedding stands in, and is not used

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from queue import SimpleQueue
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedkv import Event, Tensor, ops
+from pagedkv.threads import Threads
 
 from .weight import Part, Scales, Weight, stack_scales
 from .weight_memory import WeightMemory
@@ -98,16 +98,15 @@ class Upload:
         if len(items) == 1:
             action(items[0])
         else:
-            for _ in self._threads.map(action, items):
-                pass  # raises what a thread has raised
+            self._threads.map(action, items)
 
     @cached_property
     def _num_threads(self) -> int:
         return min(MAX_THREADS, ops.get_num_threads())
 
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, "pagedkv weights")
+    def _threads(self) -> Threads:
+        return Threads(self._num_threads, "pagedkv weights")
 
     @cached_property
     def _staging(self) -> Staging:
@@ -121,7 +120,7 @@ class Upload:
         """Waits for the device, and lets go of threads and staging memory."""
         ops.synchronize(self.device)
         if "_threads" in vars(self):
-            self._threads.shutdown()
+            self._threads.close()
         vars(self).pop("_threads", None)
         vars(self).pop("_staging", None)
 

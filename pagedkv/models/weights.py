@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 import pagedkv
+from pagedkv import ops
 from pagedkv.ops import Communicator
 from pagedkv.progress import progress_bar
+from pagedkv.threads import Threads
 
 from . import DTYPES
 from .files import CheckpointError, find_weights
@@ -209,7 +210,7 @@ def fingerprint(files: Mapping[str, SafetensorsFile]) -> str:
         names.update(repr((name, entry.dtype, entry.shape)).encode())
         content = file.content(entry.name)
         pieces += [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
-    with ThreadPoolExecutor() as pool:
-        for digest in pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces):
+    with Threads(ops.get_num_threads(), "pagedkv fingerprint") as threads:
+        for digest in threads.map(lambda piece: hashlib.sha256(piece.data).digest(), pieces):
             names.update(digest)
     return names.hexdigest()

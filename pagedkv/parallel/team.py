@@ -18,13 +18,14 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Empty
 from typing import Any
 
 import numpy as np
 
 from pagedkv.ops import GroupError
+from pagedkv.threads import Threads
 
 from .member import Member, end, environment
 from .ring import Kind, Writer, memory_file, ring_bytes
@@ -49,11 +50,9 @@ class Team:
             try:
                 # An interrupt, which is the main thread's, might lose a process. One that reaches a process before it
                 # has a session of its own is held back by the thread's mask, which it keeps.
-                held = signal.SIG_BLOCK, {signal.SIGINT}
-                with ThreadPoolExecutor(1, initializer=signal.pthread_sigmask, initargs=held) as thread:
-                    for rank in range(1, num_ranks):
-                        how = module, (num_ranks, slot_bytes), (ring_fd, self.comm_fd), environment(num_threads)
-                        thread.submit(_start, self._watch, members, rank, *how).result()
+                how = module, (num_ranks, slot_bytes), (ring_fd, self.comm_fd), environment(num_threads)
+                with Threads(1, "pagedkv start") as thread:
+                    thread.map(partial(_start, self._watch, members, how), range(1, num_ranks))
                 bells = [member.socket for member in members]
                 self._watch.writer = Writer(ring_fd, bells, slot_bytes, self._watch.wait_for_readers)
             finally:
@@ -137,10 +136,11 @@ class Team:
             os.close(self.comm_fd)
 
 
-def _start(watch: Watch, members: list[Member], *args: Any) -> None:
+def _start(watch: Watch, members: list[Member], how: tuple[Any, ...], rank: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with watch.starting:
         if not watch.is_closing:
-            members.append(Member(*args))
+            members.append(Member(rank, *how))
 
 
 def _end(watch: Watch) -> None:

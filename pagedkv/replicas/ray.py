@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 from pagedkv.checks import check_float, check_int
-from pagedkv.engine.outputs import RequestOutput
-from pagedkv.engine.requests.prompts import Prompt
+from pagedkv.engine.outputs import RequestOutput, portable
+from pagedkv.engine.requests.prompts import Prompt, shown
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.optional import need
 
@@ -57,6 +57,7 @@ class _Actor:
         async with aclosing(self._replica.generate(*request, **options)) as outputs:
             async for output in outputs:
                 output.prompt, output.prompt_token_ids = None, []
+                output.error = output.error and portable(output.error)
                 yield output
 
 
@@ -90,8 +91,8 @@ class RayReplica(Replica):
             except TimeoutError:
                 raise RuntimeError(f"no machine had {self._needs} free within {self._start_seconds:g} s") from None
             self._actor = self._new_actor(self._group)
-        with _deaths():
-            await self._actor.start.options(max_task_retries=-1).remote()
+        with _errors():
+            await _answer(self._actor.start.options(max_task_retries=-1).remote)
 
     def _new_actor(self, group: PlacementGroup) -> Any:
         options: dict[str, Any] = {
@@ -101,41 +102,63 @@ class RayReplica(Replica):
         return ray.remote(_Actor).options(**options).remote(self._model, self._options)
 
     async def match(self, token_ids: Ids, salt: bytes) -> int:
-        with _deaths():
-            found: int = await self._actor.match.remote(token_ids, salt)
+        with _errors():
+            found: int = await _answer(self._actor.match.remote, token_ids, salt)
         return found
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0, salt: bytes = b""
     ) -> AsyncGenerator[RequestOutput, None]:
-        text, ids = (prompt["prompt"], list(prompt["prompt_token_ids"])) if isinstance(prompt, dict) else (None, [])
+        text, ids = shown(prompt)
         call = self._actor.generate.options(num_returns="streaming")
         has_finished = False
-        with _deaths():
+        with _errors():
+            _check()
             outputs = call.remote(prompt, params, request_id, priority=priority, salt=salt)
             try:
-                async for reference in outputs:
-                    output: RequestOutput = await reference
+                while (reference := await _answer(anext, outputs, None)) is not None:
+                    output: RequestOutput = await _answer(lambda given: given, reference)
                     output.prompt, output.prompt_token_ids, has_finished = text, ids, output.finished
                     yield output
             finally:
-                if not has_finished:  # its reader has left
+                if not has_finished and ray.is_initialized():  # its reader has left
                     ray.cancel(outputs)
 
     async def close(self) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if ray.is_initialized():  # else it has ended all
+            if self._actor is not None:
+                ray.kill(self._actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
         self._actor = self._group = None
 
 
 @contextmanager
-def _deaths() -> Iterator[None]:
+def _errors() -> Iterator[None]:
+    """Of a call to an actor: its death, or what it has raised."""
     try:
         yield
     except DEATHS as error:
         raise ReplicaDied(str(error)) from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+
+
+def _check() -> None:
+    if not ray.is_initialized():  # and a call would start another Ray, which knows nothing of this one's actors
+        raise RuntimeError("Ray was shut down")
+
+
+async def _answer(ask: Callable[..., Any], *args: Any) -> Any:
+    """What Ray answers; where it has been shut down that would never come."""
+    _check()
+    task = asyncio.ensure_future(ask(*args))
+    try:
+        while not (await asyncio.wait({task}, timeout=1))[0]:
+            _check()
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def ray_router(

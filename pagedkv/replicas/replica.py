@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from pagedkv.engine.async_engine import AsyncEngine
-from pagedkv.engine.outputs import RequestOutput
-from pagedkv.engine.requests.prompts import Prompt
+from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedkv.engine.requests.prompts import Prompt, shown
 from pagedkv.engine.sampling_params import SamplingParams
 
 from .prefixes import Ids
@@ -18,6 +19,10 @@ from .prefixes import Ids
 
 class ReplicaDied(RuntimeError):
     """A replica has ended, and answers nothing until it has been started again."""
+
+
+class NoReplicaError(RuntimeError):
+    """A router has no replica that serves, or will."""
 
 
 class Replica(Protocol):
@@ -100,3 +105,11 @@ def _check(engine: AsyncEngine) -> None:
         engine.health()
     except RuntimeError as error:
         raise ReplicaDied(str(error.__cause__ or error)) from error
+
+
+def failed_output(name: str, prompt: Prompt, error: Exception, start: float) -> RequestOutput:
+    """The last output of a request that cannot be served. start: when it came, by time.perf_counter()."""
+    text, ids = shown(prompt)
+    answer = CompletionOutput(0, "", [], None, None, "error", None)
+    metrics = RequestMetrics(None, time.perf_counter() - start, None, 0)
+    return RequestOutput(name, text, ids, None, [answer], True, error, 0, metrics)

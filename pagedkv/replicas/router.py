@@ -20,11 +20,12 @@ from typing import Any, Self
 
 from pagedkv.checks import check_int
 from pagedkv.engine.build import read_default_params, read_model
-from pagedkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.requests.prompts import (
     Prompt,
     Prompts,
     check_request,
+    check_type,
     encode,
     list_of_prompts,
     params_of_each,
@@ -36,7 +37,7 @@ from pagedkv.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from pagedkv.models.hub import model_folder
 
 from .prefixes import Ids, Life, spans_of
-from .replica import Replica, ReplicaDied
+from .replica import NoReplicaError, Replica, ReplicaDied, failed_output
 
 logger = logging.getLogger(__name__)
 MAX_ASKED = 8  # replicas that are asked what they have of a prompt
@@ -140,7 +141,7 @@ class Router:
             except ReplicaDied as death:
                 self._lose(life, death)
                 if has_sent or tries == MAX_TRIES:
-                    yield _failed(name, prompt, ids, death, start)
+                    yield failed_output(name, prompt, death, start)
                     return
             finally:
                 life.running -= 1
@@ -156,7 +157,7 @@ class Router:
         priority: int = 0,
         salt: bytes = b"",
     ) -> list[RequestOutput]:
-        """The last outputs of all requests, in the order of the prompts.
+        """The last outputs of all requests, in the order of the prompts. What replicas raise are errors of requests.
 
         at_once: how many are on their way at a time; None: 256 for each replica. The others wait here, so that they are
         routed by what the replicas have then.
@@ -169,9 +170,18 @@ class Router:
         async def work() -> None:
             for number, (prompt, one) in left:
                 final = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
-                async for output in self.generate(prompt, final, priority=priority, salt=salt):
-                    outputs[number] = output
+                name, start = next(self._ids), time.perf_counter()
+                try:
+                    async for output in self.generate(prompt, final, name, priority=priority, salt=salt):
+                        outputs[number] = output
+                except NoReplicaError:
+                    raise
+                except Exception as error:
+                    outputs[number] = failed_output(name, prompt, error, start)
 
+        for number, prompt in enumerate(all_prompts):  # before any of them is sent
+            self._read(f"prompts[{number}]", prompt)
+        check_request(self._default_params, None, priority, salt)
         count = 256 * len(self._replicas) if at_once is None else check_int("at_once", at_once, 1)
         workers = [asyncio.create_task(work()) for _ in range(min(count, len(all_prompts)))]
         try:
@@ -185,15 +195,20 @@ class Router:
     async def _encode(self, prompt: Prompt) -> tuple[Prompt, Ids]:
         """The prompt that is sent, with token ids, and these. A prompt that has none is sent as it is: the engine that
         gets it says what is wrong."""
-        text, served = read_prompt("prompt", prompt)
-        if isinstance(served, str) and self._tokenizer is None:
-            raise TypeError(f"prompt is {reprlib.repr(served)}, but a router without a tokenizer takes token ids")
+        text, served = self._read("prompt", prompt)
         how: Any = "prompt", served, self._tokenizer, self._vocab_size
         is_long = isinstance(served, str) and len(served) > LONG_TEXT
         ids, error = await asyncio.to_thread(encode, *how) if is_long else encode(*how)
         if error is not None:
             return prompt, array("i")
         return {"prompt": text, "prompt_token_ids": ids}, array("i", ids)
+
+    def _read(self, name: str, prompt: Prompt) -> tuple[str | None, str | SequenceOf[int]]:
+        text, served = read_prompt(name, prompt)
+        check_type(served)
+        if isinstance(served, str) and self._tokenizer is None:
+            raise TypeError(f"{name} is {reprlib.repr(served)}, but a router without a tokenizer takes token ids")
+        return text, served
 
     # --- routing
 
@@ -202,7 +217,7 @@ class Router:
         while True:
             while not self._living:
                 if not self._starting:
-                    raise RuntimeError(f"no replica is left: {self._failure}") from self._failure
+                    raise NoReplicaError(f"no replica is left: {self._failure}") from self._failure
                 await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
             guesses = {life: len(ids) - life.estimate(spans) for life in self._living}
             asked = nsmallest(MAX_ASKED, guesses, key=lambda life: _cost(life, guesses[life]))
@@ -284,11 +299,3 @@ class Router:
 def _cost(life: Life, missing: int) -> tuple[int, int]:
     """Of sending a prompt there of which so many tokens are missing; of equals one with fewer requests is taken."""
     return life.queued + OWN_TOKEN * missing, life.running
-
-
-def _failed(name: str, prompt: Any, ids: Ids, error: Exception, start: float) -> RequestOutput:
-    """The last output of a request that cannot be repeated."""
-    text = prompt["prompt"] if len(ids) else None
-    answer = CompletionOutput(0, None, [], None, None, "error", None)
-    metrics = RequestMetrics(None, time.perf_counter() - start, None, 0)
-    return RequestOutput(name, text, ids.tolist(), None, [answer], True, error, 0, metrics)

@@ -22,12 +22,13 @@ from typing import Any
 
 from pagedkv.engine.control import call_later
 from pagedkv.engine.engine import Engine
+from pagedkv.engine.outputs import portable
 from pagedkv.engine.requests.prompts import takes_long
 from pagedkv.engine.requests.request import Request, Update
 
 from .children import end_with_parent
 from .remote import BEAT, Facts
-from .wire import Decoder, pack, portable, receive, send, to_bytes
+from .wire import Decoder, pack, receive, send, to_bytes
 
 logger = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes to read at a time

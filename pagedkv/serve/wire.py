@@ -13,6 +13,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Any
 
+from pagedkv.engine.outputs import portable
 from pagedkv.engine.requests.request import Update
 
 _length = Struct("<I")
@@ -59,15 +60,6 @@ def unpack(values: tuple[Any, ...]) -> Update:
     if update.others:
         update.others = tuple(unpack(each) for each in values[-1])
     return update
-
-
-def portable(error: BaseException) -> Exception:
-    """The error, or one that says the same where it cannot be pickled. Its traceback stays behind."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the class of the error raises
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def send(connected: socket.socket, message: Any) -> None:

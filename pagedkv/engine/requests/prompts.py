@@ -50,6 +50,20 @@ def read_prompt(name: str, prompt: Prompt) -> tuple[str | None, str | SequenceOf
     return text, given["prompt"] if ids is None else ids
 
 
+def shown(prompt: Prompt) -> tuple[str | None, list[int]]:
+    """A prompt's text and token ids, as an output has them that was made without an engine."""
+    text, served = read_prompt("prompt", prompt)
+    return text, [] if isinstance(served, str) else list(served)
+
+
+def check_type(prompt: Any) -> None:
+    """Of a prompt that is no dict."""
+    if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
+        raise TypeError(
+            f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
+        )
+
+
 def ids_of(prompt: Any) -> list[int]:
     """Of what encode_chats() returns."""
     ids: list[int] = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
@@ -126,10 +140,7 @@ def encode(
             prompt = tokenizer.encode(prompt)
         except ValueError as error:
             return [], error
-    if isinstance(prompt, (int, bytes)) or not hasattr(prompt, "__len__"):
-        raise TypeError(
-            f"a prompt is a string or a list of token ids, not {prompt!r} (one prompt of token ids: [[1, 2, 3]])"
-        )
+    check_type(prompt)
     try:
         given = tuple(prompt)
         try:

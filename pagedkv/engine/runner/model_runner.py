@@ -70,7 +70,7 @@ class ModelRunner:
         self.stream: Any = Stream(device) if is_gpu else nullcontext()
         self._events = [Event(device=device) if is_gpu else None for _ in range(2)]
         self.turn = 0
-        self.weights = RunnerWeights(places, device, self.stream, 0 if comm is None else comm.rank)
+        self.weights = RunnerWeights(places, device, self.stream, comm)
         self.caches = KVCaches(spec, plan.kv_cache_dtype, plan.block_size, device)
         self.buffers = model.allocate_buffers(plan.max_num_batched_tokens)
         plans = model.allocate_plans(plan.max_num_batched_tokens, plan.max_num_seqs) if is_gpu else {}

@@ -11,16 +11,17 @@ from pagedkv.models.nccl import BroadcastTensor, WeightGroup
 from pagedkv.models.places import Places
 from pagedkv.models.update import Gathered, Packed, expect_all, plan_update, read_files, unpacked
 from pagedkv.models.upload import Upload
+from pagedkv.ops import Communicator
 
 
 class RunnerWeights:
-    """places: where they lie; stream: of the steps; rank: of the runner. All calls come between two steps.
+    """places: where they lie; stream: of the steps; comm: of the ranks, if any. All calls come between two steps.
 
     What may fail on one rank alone is tried: an error there would end all ranks.
     """
 
-    def __init__(self, places: Places, device: str, stream: Any, rank: int) -> None:
-        self._places, self._device, self._stream, self._rank = places, device, stream, rank
+    def __init__(self, places: Places, device: str, stream: Any, comm: Communicator | None) -> None:
+        self._places, self._device, self._stream, self._comm = places, device, stream, comm
         self._group: WeightGroup | None = None  # that sends new weights
         self.received: dict[str, Tensor] = {}  # by it, and not yet written
         self._kept: Tensor | None = None  # their bytes, on the host
@@ -77,8 +78,9 @@ class RunnerWeights:
     def try_to_join(self, unique_id: bytes, world_size: int, rank_offset: int, timeout: float) -> str | None:
         """The problem, if there is one."""
         self.leave()
+        rank = rank_offset + (0 if self._comm is None else self._comm.rank)
         try:
-            self._group = WeightGroup(unique_id, world_size, rank_offset + self._rank, self._device, timeout=timeout)
+            self._group = WeightGroup(unique_id, world_size, rank, self._device, timeout=timeout)
         except (ImportError, RuntimeError, TimeoutError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -128,5 +130,7 @@ class RunnerWeights:
         self._places.missing.update(plan)  # should anything fail now, they have no content
         with self._stream, closing(Upload(self._device)) as upload:  # which waits for the device in the end
             for place, write in plan.items():
+                if self._comm is not None:
+                    self._comm.check()  # to go on may take long, and be in vain
                 write(upload)
                 self._places.missing.discard(place)

@@ -55,6 +55,9 @@ class LogitEdits:
             except Exception as error:  # a mask that fails, or options that leave no token, end this sequence alone
                 seq.error = error
                 continue
+            except BaseException as error:  # so does a mask that would exit
+                seq.error = RuntimeError(f"a mask raised {type(error).__name__}: {error}")
+                continue
             pairs += [(row, token, bias) for token, bias in biases.items()]
             if allowed is not None:
                 masks.append((row, allowed))

@@ -87,6 +87,7 @@ def without(value, *names):
 def test_a_response(http):
     found = post(http, RESPONSES, input="Weather?", tools=FUNCTIONS, max_output_tokens=99, instructions="Be brief.", metadata={"a": "b"})
     assert (found["object"], found["status"], found["model"], found["max_output_tokens"]) == ("response", "completed", "demo", 99)
+    assert found["metadata"] == {"a": "b"}
     thoughts, message, *calls = found["output"]
     assert thoughts["type"] == "reasoning" and thoughts["content"] == [{"type": "reasoning_text", "text": "The weather."}]
     assert message["type"] == "message" and message["content"][0]["text"] == "I look." and message["role"] == "assistant"

@@ -48,6 +48,7 @@ class ResponsesRequest(Generation):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
+    metadata: dict[str, str] | None = None  # comes back in the response
     chat_template_kwargs: dict[str, Any] | None = None
 
     @cached_property
@@ -206,7 +207,7 @@ class ResponseWriter:
             "previous_response_id": None, "reasoning": reasoning, "store": False, "temperature": params.temperature,
             "text": {"format": {"type": "text"}} | (body.text or {}), "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [], "top_p": params.top_p, "truncation": body.truncation or "disabled",
-            "metadata": {}, "usage": self._usage() if is_ended else None,
+            "metadata": body.metadata or {}, "usage": self._usage() if is_ended else None,
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:

@@ -47,12 +47,12 @@ def alone(folder, requests, **options) -> list:
 
 
 def check(folder, rng, requests, schedules: int, behind: int = 0, **options) -> tuple[int, int]:
-    """Several engines of small pools and steps give each request what it gets alone. Returns how many preemptions there
-    were, and tokens from the cache."""
+    """Several engines of small steps give each request what it gets alone: the first one has room for all that it has
+    computed, the others preempt. Returns how many preemptions there were, and tokens from the cache."""
     expected, preemptions, cached = alone(folder, requests, **options), 0, 0
     for schedule in range(schedules):
         sizes = {
-            "num_blocks": int(rng.integers(28, 36)), "swap_space": schedule % 2 << 20,
+            "num_blocks": int(rng.integers(28, 36)) if schedule else 1000, "swap_space": schedule % 2 << 20,
             "max_num_batched_tokens": int(rng.integers(8, 60)), "max_num_seqs": int(rng.integers(6, 9)),
         }  # fmt: skip
         with LLM(folder, **OPTIONS | sizes | options, batch_invariant=True) as llm:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response, renamed
+from .errors import ApiError, json_response
 from .message_input import messages_of, offered_tools
 from .parser import Event
 from .schema import ChatRequest, Generation
@@ -42,10 +42,8 @@ async def messages(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, MessagesRequest)
     if body.max_tokens is None:
         raise ApiError(400, "max_tokens is missing", param="max_tokens")
-    with renamed(NAMES):
-        turn = await prepare(server, as_chat(server, body), headers)
-    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
+    turn = await prepare(server, as_chat(server, body), headers, NAMES)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, turn.shape_name)
     writer = MessageWriter(turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=_last)
@@ -54,8 +52,7 @@ async def messages(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, MessagesRequest)
-    with renamed(NAMES):
-        turn = await prepare(server, as_chat(server, body), headers)
+    turn = await prepare(server, as_chat(server, body), headers, NAMES)
     return json_response({"input_tokens": len(turn.token_ids)}, headers=headers)
 
 

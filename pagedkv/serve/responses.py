@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from .answers import Answers, Piece
 from .chat import call_id
-from .errors import ApiError, json_response, renamed
+from .errors import ApiError, json_response
 from .parser import Event
 from .response_input import flat_tools, messages_of
 from .schema import ChatRequest, Generation, check_stream_options
@@ -58,10 +58,8 @@ class ResponsesRequest(Generation):
 
 async def responses(server: Server, request: Request) -> Reply:
     body, headers = await server.read(request, ResponsesRequest)
-    with renamed(NAMES):
-        turn = await _prepare(server, body, headers)
-    shape_name = NAMES.get(turn.shape_name, turn.shape_name)
-    answers = server.answers(body, [turn.prompt], turn.params, turn.name, shape_name)
+    turn = await _prepare(server, body, headers)
+    answers = server.answers(body, [turn.prompt], turn.params, turn.name, turn.shape_name)
     writer = ResponseWriter(body, turn, answers)
     if body.stream:
         return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)
@@ -70,8 +68,7 @@ async def responses(server: Server, request: Request) -> Reply:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     body, headers = await server.read(request, ResponsesRequest)
-    with renamed(NAMES):
-        turn = await _prepare(server, body, headers)
+    turn = await _prepare(server, body, headers)
     return json_response({"object": "response.input_tokens", "input_tokens": len(turn.token_ids)}, headers=headers)
 
 
@@ -82,7 +79,7 @@ async def _prepare(server: Server, body: ResponsesRequest, headers: dict[str, st
         raise ApiError(400, f"truncation is {body.truncation[:100]!r} but must be auto or disabled", param="truncation")
     chat, most = as_chat(body, headers), server.model.max_model_len
     most -= min(max(body.max_output_tokens or 1, 1), max(most // 2, 1))
-    turn = await prepare(server, chat, headers)
+    turn = await prepare(server, chat, headers, NAMES)
     if body.truncation != "auto" or len(turn.token_ids) <= most:
         return turn
     given = chat.messages or []
@@ -91,7 +88,7 @@ async def _prepare(server: Server, body: ResponsesRequest, headers: dict[str, st
 
     async def cut(number: int) -> Turn:
         chat.messages = head + given[starts[number] :]
-        return await prepare(server, chat, {})
+        return await prepare(server, chat, {}, NAMES)
 
     low, high = 0, len(starts) - 1  # the last message stays, whether it fits or not
     while high - low > 1:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from pagedkv.engine.requests.prompts import ids_of
@@ -23,6 +23,7 @@ from .server import Server, warn
 from .structured import as_format, name_of_shape, of_format, shape_of
 from .tools import Tools, grammar_of, read_tools
 
+OWN_NAMES: Mapping[str, str] = MappingProxyType({})
 SWITCH = "enable_thinking"  # the variable of templates that can do without thoughts
 TAIL = 16  # tokens at the end of a prompt, which show whether it has begun the thoughts
 
@@ -51,8 +52,18 @@ class Turn:
         return Parser(self.calls, self.tools.schemas, start, most, self.tools.custom)
 
 
-async def prepare(server: Server, body: ChatRequest, headers: dict[str, str]) -> Turn:
-    """headers: of the answer. A body that is wrong, or asks for what the model cannot do, raises ApiError."""
+async def prepare(
+    server: Server, body: ChatRequest, headers: dict[str, str], names: Mapping[str, str] = OWN_NAMES
+) -> Turn:
+    """headers: of the answer; names: what the client calls fields of a chat, where it has sent something else. A body
+    that is wrong, or asks for what the model cannot do, raises ApiError."""
+    with renamed(names):
+        turn = await _prepare(server, body, headers)
+    turn.shape_name = names.get(turn.shape_name, turn.shape_name)
+    return turn
+
+
+async def _prepare(server: Server, body: ChatRequest, headers: dict[str, str]) -> Turn:
     name, model = server.model.check_name(body.model), server.model
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, f"top_logprobs is {body.top_logprobs} but logprobs is not true", param="top_logprobs")

@@ -85,7 +85,7 @@ def environment(num_threads: int | None) -> dict[str, str]:
     is_somewhere = os.path.exists(os.readlink("/proc/self/cwd"))  # else no interpreter starts with relative paths
     path = [each for each in sys.path if isinstance(each, str) and (is_somewhere or os.path.isabs(each))]
     places = (each for each in path if os.path.isdir(os.path.join(each, "pagedkv")))
-    if next(places, None) != HERE:  # it was found by a relative path, or the paths are others now
+    if next(places, None) != HERE:  # it was found by a relative path, or sys.path has changed since
         path.insert(0, HERE)
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **threads}

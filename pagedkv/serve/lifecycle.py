@@ -124,9 +124,9 @@ class Lifecycle(uvicorn.Server):  # type: ignore[misc]
         cutter.cancel()
 
     async def _cut_connections(self) -> None:
-        """When it is stopped, or the time is over: for the requests it is as if their clients had left. And those that
-        are closed: with TLS asyncio waits half a minute for the client's goodbye, which one with a pool of connections
-        does not say before it uses them again."""
+        """When it is stopped, or the time is over: for the requests it is as if their clients had left. Before that
+        it cuts those that are closed and not gone: with TLS asyncio waits half a minute until the client has closed its
+        side, too, and a client with a pool of connections does so only when it takes one out again."""
         loop = asyncio.get_running_loop()
         end = None if self._drain_timeout is None else loop.time() + self._drain_timeout
         closed: dict[Any, float] = {}

@@ -30,7 +30,7 @@ NAMES = {"float": "fp8", "int": "int4"}
 NUM_BITS = {"float": 8, "int": 4}
 NUMBERS = "num_bits type symmetric strategy group_size block_structure dynamic actorder"
 OBSERVED = "observer observer_kwargs scale_dtype zp_dtype"  # how the scales were found
-ORDERS = "group", "dynamic", True  # of actorder: those in which the groups of a file are, each by one of its names
+ORDERS = "group", "dynamic", True  # values of actorder by which groups are in the order of activations
 CLASS = "Linear"
 
 
@@ -44,7 +44,7 @@ class Scheme:
     group_size: int  # int; -1: all inputs
     block: tuple[int, int]  # of the strategy "block"
     has_zeros: bool
-    has_order: bool  # of groups: that of activations
+    has_order: bool  # groups are in the order of activations
     quantizes_x: bool  # activations have 8 bits, too
 
 

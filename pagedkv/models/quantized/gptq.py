@@ -119,7 +119,7 @@ def groups_of(
     source: TensorSource, name: str, groups: int, in_features: int, has_order: bool
 ) -> tuple[int, np.ndarray | None]:
     """The groups that a weight needs, and the one of each input; None where neighbours have one. In another order the
-    inputs of a rank's share may be of any. has_order: without the tensor nobody knows them."""
+    inputs of a rank's share may be of any. has_order: groups may be in any order, so the tensor must be there."""
     if not source.has(name) and not (has_order and whole(groups) > 1):
         return groups, None
     given = source.view(name, (in_features,), ("int32", "int64")).numpy()

@@ -11,8 +11,9 @@ from pagedkv import SamplingParams
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
 from pagedkv.engine.speculation import speculation
+from pagedkv.engine.speculation.drafter import Draft
 from pagedkv.engine.speculation.lengths import EXPECTED, FORGET_AFTER, MARGIN, StepTimes, lengths
-from pagedkv.engine.speculation.speculation import Speculation
+from pagedkv.engine.speculation.speculation import Speculation, without_luck
 
 
 def test_by_hand():
@@ -79,6 +80,29 @@ def test_times_follow_and_are_forgotten():
     for _ in range(FORGET_AFTER):
         times.add(1, 1, 3.0)
     assert times.guessing(1, 63)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
+
+
+def test_luck_is_not_believed(seed):
+    """Of 64 sequences that are alike the best measured is no better; those that are not alike stay what they are."""
+    rng = random.Random(seed)
+
+    def measured(chances: list[float]) -> list[float]:
+        drafts = [Draft(0.6) for _ in chances]
+        guesser = Speculation(None, 7, 64)
+        for _ in range(100):
+            for draft, chance in zip(drafts, chances, strict=True):
+                is_right = rng.random() < chance
+                guesser._learn_chance(draft, int(is_right), not is_right)
+        return [draft.chance for draft in drafts]
+
+    alike = measured([0.5] * 64)
+    believed = without_luck(alike)
+    assert max(alike) > 0.6 and max(believed) < (0.5 + max(alike)) / 2
+    assert sum(believed) == pytest.approx(sum(alike))
+    others = measured([0.1, 0.9] * 32)
+    assert without_luck(others) == pytest.approx(others, abs=0.05)
+    assert without_luck([0.0, 1.0]) == pytest.approx([0.0, 1.0], abs=0.05)
+    assert without_luck([]) == [] and without_luck([0.3]) == [0.3] and without_luck([1.0, 1.0]) == [1.0, 1.0]
 
 
 # --- no batch is slower than without

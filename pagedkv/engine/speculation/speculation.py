@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from ..scheduling.guesses import num_guessable
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
@@ -88,7 +90,7 @@ class Speculation:
                 sequences.append(seq)
                 chances.append(draft.chance)
                 most.append(min(count, len(draft.guesses)) if self.drafter.is_free else count)
-        return sequences, lengths(chances, most, num_seqs, self.times, self._draft_seconds or 0.0)
+        return sequences, lengths(without_luck(chances), most, num_seqs, self.times, self._draft_seconds or 0.0)
 
     # --- what is learnt
 
@@ -159,3 +161,13 @@ class Speculation:
     def forget(self) -> None:
         self._num_steady, self._has_guessed, self._drafting, self._plan = 0, False, 0.0, None
         self.drafter.forget()
+
+
+def without_luck(measured: list[float]) -> list[float]:
+    """Chances of sequences, as measured, nearer to their mean by the share of their variance that luck alone makes: of
+    many sequences that are alike, those that look best were lucky, and will be no better than the others."""
+    if len(set(measured)) < 2:
+        return measured
+    mean, variance = float(np.mean(measured)), float(np.var(measured))
+    luck = mean * (1 - mean) * LEAST_WEIGHT / (2 - LEAST_WEIGHT)  # of a mean that forgets by that weight
+    return [mean + (chance - mean) * max(1 - luck / variance, 0) for chance in measured]

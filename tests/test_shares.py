@@ -193,7 +193,10 @@ def test_a_part_of_a_tensor(shape, dtype):
     ({"num_key_value_heads": 2, "num_attention_heads": 4}, 3, "tensor_parallel_size is 3 but num_key_value_heads 2, which does not divide it"),
     ({"vocab_size": 128}, 3, "tensor_parallel_size is 3: too many for vocab_size 128 in parts of 64"),
     ({"intermediate_size": 2}, 3, "tensor_parallel_size is 3: too many for intermediate_size 2"),
-    ({"num_key_value_heads": 1, "num_attention_heads": 2}, 3, "too many for num_attention_heads / num_key_value_heads 2"),
+    ({"num_key_value_heads": 1, "num_attention_heads": 2}, 3,
+     "tensor_parallel_size is 3: too many for num_attention_heads / num_key_value_heads 2"),
+    ({"num_key_value_heads": 4, "num_attention_heads": 4, "vocab_size": 512}, 8,
+     "tensor_parallel_size is 8: too many for num_attention_heads / num_key_value_heads 1"),
 ])  # fmt: skip
 def test_too_many_ranks(tmp_path, overrides, num_ranks, text):
     spec = read_spec(write_model(tmp_path, **SIZES | overrides))

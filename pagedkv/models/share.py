@@ -72,14 +72,18 @@ def blocks(size: int, block: int) -> int:
     return Share(((start // block, -(-end // block)) for start, end in size.ranges), -(-size.whole // block))
 
 
-def split(name: str, size: int, rank: int, num_ranks: int, unit: int = 1, *, rounds: bool = True) -> Share:
+def split(
+    name: str, size: int, rank: int, num_ranks: int, unit: int = 1, *, rounds: bool = True, num_alike: int = 1
+) -> Share:
     """A rank's share, in units of which the last may be smaller, as even as these are; the name is for the error.
-    rounds: a unit of one may become one of 8, so that rows of 16 bits are aligned to 16 bytes."""
+    rounds: a unit of one may become one of 8, so that rows of 16 bits are aligned to 16 bytes. num_alike: there are so
+    many dimensions like this one, each with num_ranks of its own."""
     if rounds and unit == 1 and size % 8 == 0 and size // 8 >= num_ranks:
         unit = 8
     count = -(-size // unit)
     if count < num_ranks:
         units = f", of which {unit} stay together in a quantised weight" if unit > 1 else ""
+        num_ranks *= num_alike
         raise NotImplementedError(f"tensor_parallel_size is {num_ranks}: too many for {name} {size}{units}")
     start, end = (count * each // num_ranks * unit for each in (rank, rank + 1))
     return Share([(start, min(end, size))], size)
@@ -118,7 +122,7 @@ def split_heads(
         raise NotImplementedError(f"{given}, of which {of_rows} share blocks of a quantised weight")
     head, turn = divmod(rank, repeats)
     name, of_both = "num_attention_heads / num_key_value_heads", _heads(head_dim, math.lcm(*unit))
-    ((start, end),) = split(name, group, turn, repeats, of_both, rounds=False).ranges
+    ((start, end),) = split(name, group, turn, repeats, of_both, rounds=False, num_alike=num_kv_heads).ranges
     return Share([(head * group + start, head * group + end)], num_q_heads), Share([(head, head + 1)], num_kv_heads)
 
 

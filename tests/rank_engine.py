@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from pagedkv.parallel import watch
 FAULTS = Path(__file__).parent / "rank_faults"
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "seed": 0}
 SIZES = {"vocab_size": 264, "num_key_value_heads": 4}
+FOR_EIGHT = {"vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4}  # ranks
 
 
 def inject(monkeypatch, fault: str = "") -> None:
@@ -33,22 +35,24 @@ def inject(monkeypatch, fault: str = "") -> None:
     monkeypatch.setattr(plan, "STEP_SECONDS", seconds)
 
 
-def traffic(rng: np.random.Generator, count: int = 12) -> list[tuple[list[int], SamplingParams]]:
+def traffic(
+    rng: np.random.Generator, count: int = 12, vocab_size: int = SIZES["vocab_size"]
+) -> list[tuple[list[int], SamplingParams]]:
     """Requests of all kinds: greedy and drawn, answers that fork, edits, filters, penalties, log probabilities."""
     requests = []
     for i in range(count):
         prompt = rng.integers(0, 97, rng.integers(1, 40)).tolist()
         options: dict = {"temperature": float(rng.choice([0, 0.9])), "seed": i, "max_tokens": int(rng.integers(2, 24))}
         options |= [{}, {"n": 2}, {"top_k": 7}, {"top_p": 0.9}, {"logprobs": 2}, {"prompt_logprobs": 2},
-                    {"logit_bias": {3: 2.0}}, {"repetition_penalty": 1.3}, {"mask": odd_tokens}][i % 9]  # fmt: skip
+                    {"logit_bias": {3: 2.0}}, {"repetition_penalty": 1.3}, {"mask": partial(odd_tokens, vocab_size)}][i % 9]  # fmt: skip
         options |= {"temperature": 0.9} if "n" in options else {}
         requests.append((prompt, SamplingParams(**options, ignore_eos=True)))
     return requests
 
 
-def odd_tokens(request, token_ids: list[int]) -> np.ndarray:
+def odd_tokens(vocab_size: int, request, token_ids: list[int]) -> np.ndarray:
     """A mask: after an even number of tokens only odd ones may come."""
-    allowed = np.ones(264, bool)
+    allowed = np.ones(vocab_size, bool)
     if len(token_ids) % 2 == 0:
         allowed[::2] = False
     return allowed
@@ -66,6 +70,11 @@ def answers(outputs: list[RequestOutput]) -> list[list[tuple[int, list[int]]]]:
 def children() -> set[int]:
     """The processes of this one that are not reaped."""
     return {int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)}
+
+
+def process_of(rank: int) -> int:
+    """Of the only engine."""
+    return next(pid for pid in children() if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[6] == str(rank))
 
 
 def _children_of(task: str) -> list[str]:

@@ -296,21 +296,22 @@ def test_every_way_gives_the_same_bits(cuda, size, seed):
     assert all(result == results[0] for result in results)
 
 
-# --- two GPUs
+# --- a GPU for each rank
 
 
-def replay_on_two(comm, seed, count):
+def replay_and_reduce(comm, seed, count):
     replay(comm, seed, count)
     reduce_in_turns(comm, seed, 3 * count)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
 @pytest.mark.parametrize("way, memory", ON_GPUS)
-def test_a_gpu_each(cuda, seed, way, memory):
-    if ops.build_info()["cuda_devices"] < 2:
-        pytest.skip("needs two GPUs")
-    with Ranks(2, ["cuda:0", "cuda:1"], way=way, memory=memory) as ranks:
-        ranks(replay_on_two, seed, 100)
+def test_a_gpu_each(num_gpus, seed, way, memory):
+    if ops.build_info()["cuda_devices"] < num_gpus:
+        pytest.skip(f"fewer than {num_gpus} GPUs")
+    with Ranks(num_gpus, [f"cuda:{i}" for i in range(num_gpus)], way=way, memory=memory) as ranks:
+        ranks(replay_and_reduce, seed, 100)
 
 
 # --- errors

@@ -375,12 +375,15 @@ def test_a_step_of_a_draft_model_without_tokens(folder, monkeypatch):
         assert asked == [True]
 
 
-def test_vocabularies_must_agree(folder, tmp_path):
+def test_models_that_cannot_be_drafts(folder, tmp_path):
+    """The message names the option: `model` is another one."""
+
     def fails(other, error, message):
         with pytest.raises(error, match=message):
             engine(folder, speculative_config={"method": "draft_model", "model": str(other)})
 
     fails(tmp_path / "none", FileNotFoundError, r"speculative_config\['model'\] is '.*none': .*none: no such folder")
+    fails(folder / "config.json", NotADirectoryError, r"speculative_config\['model'\] is '.*config.json': .*: a file")
     larger = write_model(tmp_path / "larger", **SIZES | {"vocab_size": 300})
     fails(larger, ValueError, r"speculative_config\['model'\] is '.*larger', which has 300 tokens but the model has 264")
     other = write_model(tmp_path / "other", **SIZES)
@@ -418,7 +421,13 @@ def test_guesses_that_are_wrong_stop(folder):
         ({"method": "suffix", "tokens": 3}, ValueError, "has 'tokens' but may have method, model and num_speculative_tokens"),
         ({"method": "suffix", "model": "x"}, ValueError, r"\['model'\] is 'x' but the method 'suffix' has no model"),
         ({"method": "draft_model"}, ValueError, r"\['model'\] is missing"),
-        ({"method": "suffix", "num_speculative_tokens": 0}, ValueError, r"\['num_speculative_tokens'\] is 0 but must be at"),
+        ({"method": "draft_model", "model": 5}, TypeError, r"\['model'\] is 5 but must be a folder, or a name on"),
+        ('{"method": "draft_model", "model": ["x"]}', ValueError, r"\['model'\] is \['x'\] but must be a folder"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 0},
+            ValueError,
+            r"\['num_speculative_tokens'\] is 0 but must be at",
+        ),
         ({"method": "suffix", "num_speculative_tokens": 64}, ValueError, "is 64 but must be at most 63"),
         ({"method": "suffix", "num_speculative_tokens": "3"}, TypeError, "is '3' but must be an integer"),
     ],

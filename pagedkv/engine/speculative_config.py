@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ def _checked(given: object) -> dict[str, Any]:
     if method == "draft_model":
         if model is None:
             raise ValueError(f"{NAME}['model'] is missing: the folder of a smaller model, or its name on the hub")
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(f"{NAME}['model'] is {model!r} but must be a folder, or a name on the Hugging Face hub")
         checked["model"] = str(model)
     count = given.get("num_speculative_tokens")
     name = f"{NAME}['num_speculative_tokens']"

@@ -198,8 +198,8 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
     try:
         folder = model_folder(config.model)
         spec = read_spec(folder)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{name}: {error}") from None
+    except OSError as error:  # no folder, or the hub has failed
+        raise type(error)(f"{name}: {error}") from None
     check_vocabulary(f"{name}, which", (target.spec, tokenizer), (spec, Tokenizer(folder)))
     max_num_seqs = min(target.max_num_seqs, MOST_SEQS)
     return replace(

@@ -334,6 +334,25 @@ def test_a_draft_model_that_is_the_model_itself(folder, temperature):
         assert right == guessed >= 2 * drafts
 
 
+def test_right_guesses_behind_an_end(folder):
+    """Are dropped, with their log probabilities."""
+    ends = {"stop": list("0123456789abc")}, {"stop_token_ids": list(range(20))}, {"stop": list("ijklmnop"), "n": 2}
+    requests = [
+        ([1 + i, 2, 3], SamplingParams(temperature=0.9, seed=i, max_tokens=40, logprobs=1, **ends[i % 3]))
+        for i in range(24)
+    ]  # fmt: skip
+    options = {"num_blocks": 100, "batch_invariant": True}
+    with LLM(folder, **OPTIONS | options) as llm:
+        expected = generate(llm, requests)
+    config = {"method": "draft_model", "model": str(folder)}
+    with always_guess(engine(folder, **options, speculative_config=config)) as llm:
+        given = generate(llm, requests)
+        assert [output.outputs for output in given] == [output.outputs for output in expected]
+        num_tokens = sum(len(one.token_ids) for output in given for one in output.outputs)
+        assert llm.stats().traffic.new_tokens == num_tokens < counts(llm)[2] + llm.stats().counters.num_drafts
+        llm.manager.check()
+
+
 def test_a_draft_model_after_an_error_and_an_abort(folder):
     config = {"method": "draft_model", "model": str(folder)}
     with always_guess(engine(folder, speculative_config=config)) as llm:

@@ -12,7 +12,7 @@ from checkpoints import write_model
 from drafters import Knowing, always_guess
 from lora_adapters import write_adapter
 from rank_engine import OPTIONS, SIZES, answers, generate, traffic
-from tiny_engine import settle
+from tiny_engine import by_hand, settle
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import LoRARequest
@@ -274,6 +274,27 @@ def test_guesses_take_no_page_from_others(folder):
         drafter.learn(requests, expected)
         assert_same(generate(always_guess(llm, drafter), requests), expected)
         assert llm.stats().num_preemptions == 0 and counts(llm)[1] > 0
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_guesses_take_no_page_from_those_that_wait(folder, priority):
+    """Of a step with many guesses there would be too few pages left for one or both: they would wait for the end of the
+    first, or take its place."""
+    options, long = {"block_size": 1, "num_blocks": 60, "enable_prefix_caching": False}, replace(GREEDY, max_tokens=50)
+    for lengths in ((40,), (2, 38)):
+        with engine(folder, speculative_config=SUFFIX | {"num_speculative_tokens": 30}, **options) as llm:
+            drafter = Knowing(0.0)
+            drafter.learn([([7], long)], generate(llm, [([7], long)]))
+            by_hand(always_guess(llm, drafter))._core._guesser._learn_chance = lambda *args: None
+            llm.add_request({"prompt_token_ids": [7]}, long, "first")
+            for _ in range(3):
+                llm.step()
+            assert len(drafter.guessed[-1]) >= 20
+            for length in lengths:
+                params = replace(GREEDY, max_tokens=1)
+                llm.add_request({"prompt_token_ids": [9] * length}, params, str(length), priority=priority)
+            ended = [output.request_id for _ in range(4) for output in llm.step() if output.finished]
+            assert ended == [str(length) for length in lengths] and llm.stats().num_preemptions == 0
 
 
 # --- the suffix drafter

@@ -37,6 +37,17 @@ def fit(decodes: list[Sequence], guesses: Mapping[int, list[int]], room: int) ->
     return fitting if any(fitting) else []
 
 
+def leave_pages(fitting: list[list[int]], queues: Queues) -> bool:
+    """Whether the sequence that waits first, if any, finds its pages beside those of these guesses, or would not find
+    them without."""
+    if not queues.num_waiting or queues.was_refused(queues.peek()):
+        return True
+    manager, counts = queues.manager, (queues.peek().num_tokens, *map(len, fitting))
+    num_pages = sum(-(-count // manager.block_size) for count in counts)
+    # Besides these the watermark, and a page for the newest token of each decode.
+    return num_pages + 2 * len(queues.running) <= manager.num_free_blocks
+
+
 def keep_right(step: Step, manager: BlockManager) -> None:
     """After the tokens of the step went to their sequences: the KV of right guesses counts as computed, and pages for
     wrong ones are given back."""

@@ -14,8 +14,8 @@ because a step that writes them runs after it. A sequence whose last token is be
 schedule(). A sequence that ends with a token which the host learns late is in one step too many; that token is dropped.
 
 A step may guess tokens (see Step). Then the tokens of all steps before must be known when it is planned, and its own
-when the next one is. Pages are taken for all guesses, but no sequence gives way for them. What is committed, and so may
-be found in the prefix cache, are the tokens that turn out right.
+when the next one is. Pages are taken for all guesses, but no sequence gives way for them, or waits. What is committed,
+and so may be found in the prefix cache, are the tokens that turn out right.
 
 Rules that keep it fair and alive:
 
@@ -44,7 +44,7 @@ import numpy as np
 
 from pagedkv import BlockManager, OutOfBlocks
 
-from .guesses import NO_GUESSES, fit, keep_right, most_sampled
+from .guesses import NO_GUESSES, fit, keep_right, leave_pages, most_sampled
 from .queues import Queues
 from .sequence import Sequence
 from .step import Step
@@ -186,9 +186,13 @@ class Scheduler:
         return has_room
 
     def _fitting(self, decodes: list[Sequence], guesses: Mapping[int, list[int]]) -> list[list[int]]:
-        """They leave half of the step's tokens to prompts, and a row to each sequence that may be sampled."""
+        """They leave half of the step's tokens to prompts, a row to each sequence that may be sampled, and its pages to
+        the one that waits first."""
         room = (self.max_num_batched_tokens - len(decodes)) // 2
-        return fit(decodes, guesses, min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs)))
+        room = min(room, self.max_num_rows - most_sampled(self.queues, self.max_num_seqs))
+        fitting = fit(decodes, guesses, room)
+        is_full = len(self.queues.running) >= self.max_num_seqs  # so that none is admitted
+        return fitting if is_full or leave_pages(fitting, self.queues) else []
 
     def _preempt_for_waiting(self) -> np.ndarray | None:
         """Preempts a sequence if the next waiting one is to have its place. Returns which pages are to be copied to
@@ -235,7 +239,7 @@ class Scheduler:
         return budget
 
     def _lacks_place(self, seq: Sequence) -> bool:
-        return len(self.queues.running) >= self.max_num_seqs or self.queues.refused is seq
+        return len(self.queues.running) >= self.max_num_seqs or self.queues.was_refused(seq)
 
     # --- after the launch
 

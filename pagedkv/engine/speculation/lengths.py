@@ -9,6 +9,7 @@ tokens a second is taken, if that is more than without guesses.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,9 +19,21 @@ WEIGHT = 0.1  # of a new measurement
 MARGIN = 1.1
 OUTLIER = 2.0  # a step counts as this many times the time before at most
 FORGET_AFTER = 20_000  # steps: the context has grown, or the card is warmer
+# Steps with guesses, which are believed to win until then, after which one without is measured anew: the last time may
+# have been an accident. So many at first, then twice as many each time, at most.
+RENEW_AFTER = 16, 1024
 # What as many rows more as there are sequences cost, as a share of a step without guesses, until that is measured. So a
 # few guesses are tried before many.
 EXPECTED = 0.1
+
+
+@dataclass(slots=True)
+class Plain:
+    """A step without guesses."""
+
+    seconds: float
+    num_more: int  # steps with guesses before it is measured anew, of ...
+    of: int
 
 
 class StepTimes:
@@ -32,7 +45,7 @@ class StepTimes:
         self._class = np.array([0] + [round(2 * math.log2(n)) for n in range(1, max_num_rows + 1)])
         # By class, and one more: its first number of rows.
         self._firsts = np.searchsorted(self._class, np.arange(self._class[-1] + 2)).tolist()
-        self._plain: dict[int, float] = {}
+        self._plain: dict[int, Plain] = {}
         self._guessing: dict[tuple[int, int], tuple[float, int]] = {}  # seconds, and when they were measured
         self._num_steps = 0
 
@@ -40,21 +53,29 @@ class StepTimes:
         """A step that had guesses if it had more rows than sequences."""
         self._num_steps += 1
         of_seqs, of_rows = int(self._class[num_seqs]), int(self._class[num_rows])
+        known = self._plain.get(of_seqs)
         if num_rows == num_seqs:
-            self._plain[of_seqs] = blend(self._plain.get(of_seqs), seconds)
+            if known is None or not known.num_more:
+                after = RENEW_AFTER[0] if known is None else min(2 * known.of, RENEW_AFTER[1])
+                self._plain[of_seqs] = Plain(seconds, after, after)
+            else:
+                known.seconds = blend(known.seconds, seconds)
         else:
+            if known is not None:
+                known.num_more = max(known.num_more - 1, 0)
             before = self._guessing.get((of_seqs, of_rows))
             blended = blend(None if before is None else before[0], seconds)
             self._guessing[of_seqs, of_rows] = blended, self._num_steps
 
     def plain(self, num_seqs: int) -> float | None:
-        """None: such a step was not measured yet."""
-        return self._plain.get(int(self._class[num_seqs]))
+        """None: such a step was not measured yet, or is to be measured anew."""
+        known = self._plain.get(int(self._class[num_seqs]))
+        return known.seconds if known is not None and known.num_more else None
 
     def guessing(self, num_seqs: int, count: int) -> np.ndarray:
         """Of steps with num_seqs + 1 rows, num_seqs + 2, and so on: `count`, or as many as there may be."""
         of_seqs = int(self._class[num_seqs])
-        plain = self._plain[of_seqs]
+        plain = self._plain[of_seqs].seconds
         last, num_rows, slope = plain, num_seqs, EXPECTED * plain / num_seqs  # the last that is known
         most = min(num_seqs + count, self.max_num_rows)
         seconds = np.empty(self.max_num_rows + 1)

@@ -10,7 +10,7 @@ from ..scheduling.guesses import num_guessable
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .drafter import Draft, Drafter
-from .lengths import StepTimes, blend, lengths
+from .lengths import FORGET_AFTER, StepTimes, blend, lengths
 
 FIRST_CHANCE = 0.6  # of a guess of the first request, which counts as PRIOR guesses
 PRIOR = 4
@@ -37,7 +37,8 @@ class Speculation:
         self.times = StepTimes(max_num_rows)
         self._chance, self._num_guesses = FIRST_CHANCE, 0  # of new sequences, and by how many it was measured
         self._drafting = 0.0  # seconds of it for the step that is on its way, ...
-        self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured
+        self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured ...
+        self._num_undrafted = 0  # ... so many steps ago
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
         self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found
@@ -73,6 +74,7 @@ class Speculation:
         self._drafting = time.perf_counter() - start
         if self.drafter.is_measurable:
             self._draft_seconds = blend(self._draft_seconds, self._drafting / max(counts))
+            self._num_undrafted = 0
         return guesses
 
     def _lengths(self, running: list[Sequence]) -> tuple[list[Sequence], list[int]]:
@@ -99,6 +101,9 @@ class Speculation:
             self._plan = None
         self._learn_time(step, seconds - self._drafting)
         self._drafting = 0.0
+        self._num_undrafted += 1
+        if self._num_undrafted >= FORGET_AFTER:
+            self._draft_seconds = None
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
             self._num_steady = 0
             self._wait()

@@ -4,7 +4,9 @@ without. Further down the drafters, and how many guesses pay."""
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -485,10 +487,17 @@ def test_a_draft_model_has_one_gpu():
     EngineOptions(speculative_config={"method": "suffix"}, tensor_parallel_size=2)
 
 
+class AnyPath(os.PathLike):
+    def __fspath__(self) -> str:
+        return "x"
+
+
 def test_configs():
     text = '{"method": "suffix", "num_speculative_tokens": 5}'
     assert EngineOptions(speculative_config=text).speculation == SpeculativeConfig("suffix", None, 5)
-    assert SpeculativeConfig.of({"method": "draft_model", "model": "x"}) == SpeculativeConfig("draft_model", "x", 7)
+    for model in ("x", Path("x"), AnyPath()):
+        config = {"method": "draft_model", "model": model}
+        assert SpeculativeConfig.of(config) == SpeculativeConfig("draft_model", "x", 7)
     assert EngineOptions().speculation is None
 
 

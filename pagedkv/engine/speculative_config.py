@@ -56,7 +56,7 @@ def _checked(given: object) -> dict[str, Any]:
             raise ValueError(f"{NAME}['model'] is missing: the folder of a smaller model, or its name on the hub")
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"{NAME}['model'] is {model!r} but must be a folder, or a name on the Hugging Face hub")
-        checked["model"] = str(model)
+        checked["model"] = os.fsdecode(model)
     count = given.get("num_speculative_tokens")
     name = f"{NAME}['num_speculative_tokens']"
     checked["num_speculative_tokens"] = NUM_TOKENS if count is None else check_int(name, count, 1, MOST_TOKENS)

@@ -80,6 +80,8 @@ def test_times_follow_and_are_forgotten():
     for _ in range(FORGET_AFTER):
         times.add(1, 1, 3.0)
     assert times.guessing(1, 63)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
+    times.add(1, 8, 4.0)
+    assert times.guessing(1, 63)[6] == 4.0  # what was forgotten has no part in it
 
 
 def test_luck_is_not_believed(seed):

@@ -18,7 +18,7 @@ WEIGHT = 0.1  # of a new measurement
 # steps, the last of which have few sequences.
 MARGIN = 1.1
 OUTLIER = 2.0  # a step counts as this many times the time before at most
-FORGET_AFTER = 20_000  # steps: the context has grown, or the card is warmer
+FORGET_AFTER = 4_000  # steps: the context has grown, or the card was busy then
 # Steps with guesses, which are believed to win until then, after which one without is measured anew: the last time may
 # have been an accident. So many at first, then twice as many each time, at most.
 RENEW_AFTER = 16, 1024
@@ -63,9 +63,12 @@ class StepTimes:
         else:
             if known is not None:
                 known.num_more = max(known.num_more - 1, 0)
-            before = self._guessing.get((of_seqs, of_rows))
-            blended = blend(None if before is None else before[0], seconds)
-            self._guessing[of_seqs, of_rows] = blended, self._num_steps
+            before = self._known((of_seqs, of_rows))
+            self._guessing[of_seqs, of_rows] = blend(before, seconds), self._num_steps
+
+    def _known(self, key: tuple[int, int]) -> float | None:
+        seconds, when = self._guessing.get(key, (0.0, -FORGET_AFTER))
+        return seconds if self._num_steps - when < FORGET_AFTER else None
 
     def plain(self, num_seqs: int) -> float | None:
         """None: such a step was not measured yet, or is to be measured anew."""
@@ -81,8 +84,8 @@ class StepTimes:
         seconds = np.empty(self.max_num_rows + 1)
         for of_rows in range(of_seqs, int(self._class[most]) + 1):
             start, end = max(self._firsts[of_rows], num_seqs + 1), self._firsts[of_rows + 1]
-            known, when = self._guessing.get((of_seqs, of_rows), (0.0, -FORGET_AFTER))
-            if start < end and self._num_steps - when < FORGET_AFTER:
+            known = self._known((of_seqs, of_rows))
+            if start < end and known is not None:
                 seconds[start:end] = last = known
                 num_rows = end - 1
             else:

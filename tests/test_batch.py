@@ -1,6 +1,5 @@
 """pagedkv batch: each request of a file is answered once, also after a kill."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
@@ -10,11 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import extra_serve  # noqa: F401
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"):
-    pytest.importorskip(package, reason="the extra `serve`")
-
 from served import DEMO, ENGINE
 
 from pagedkv import LLM, SamplingParams, cli

@@ -1,6 +1,5 @@
 """pagedkv serve over HTTP: answers are those of the engine, whole and streamed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import base64
@@ -12,13 +11,10 @@ import socket
 from dataclasses import fields
 from pathlib import Path
 
+import extra_serve  # noqa: F401
+import httpx
 import numpy as np
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
-import httpx
 import tool_models
 from checkpoints import write_model
 from lora_adapters import write_adapter

@@ -1,6 +1,5 @@
 """/v1/responses and /v1/messages: what goes in, and what comes out, whole and streamed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
@@ -8,12 +7,10 @@ import json
 import random
 import re
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
+import tool_models
 from served import post, serving
 from tool_models import (
     CALL,
@@ -28,10 +25,9 @@ from tool_models import (
     ScriptedClient,
     model_of,
     saying,
-    write_tool_model,
 )
 
-from pagedkv import LLM, AsyncEngine
+from pagedkv import AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.errors import ApiError
@@ -42,15 +38,7 @@ from pagedkv.serve.response_input import messages_of as chat_of_input
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 @pytest.fixture

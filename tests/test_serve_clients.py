@@ -1,37 +1,24 @@
 """What the clients of OpenAI and Anthropic, and openai-agents, make of answers."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
 import json
 from typing import get_args
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
 import tool_models
 from served import DEMO, ENGINE, TEMPLATE, post, serving
-from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PATCH, PLAIN, SAID, TOOLS, saying, write_tool_model
+from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PATCH, PLAIN, SAID, TOOLS, saying
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 def test_the_client_of_openai(folder):

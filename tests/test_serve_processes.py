@@ -1,6 +1,5 @@
 """`pagedkv serve` as it is started: an engine's process, front ends, and what is left when any of them is killed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
@@ -19,13 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
-from served import CHAT, COMPLETIONS, DEMO, events_of, streamed, wait_for
+import pytest
+from served import CHAT, COMPLETIONS, events_of, streamed, wait_for, write_long_model
 
 from pagedkv import LLM, SamplingParams
 
@@ -38,10 +34,7 @@ HOST, FRONT_END = "pagedkv.serve.host", "pagedkv.serve.front_end"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The demo model, whose answers may be long."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("model") / "demo")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LENGTH}))
+    folder = write_long_model(tmp_path_factory.mktemp("model") / "demo", LENGTH)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     return folder
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 """pagedkv serve: requests that are wrong say why, and who may ask."""
 
 from __future__ import annotations
@@ -8,12 +7,9 @@ import re
 import socket
 import time
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, model_of, post, serving
 
 from pagedkv import AsyncEngine

@@ -1,17 +1,14 @@
 """Calls of tools, thoughts and shapes of answers over HTTP: forced ones of a random model, and what a client makes of any."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
 import re
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
+import tool_models
 from served import CHAT, COMPLETIONS, post, serving
 from tool_models import (
     ARGUMENTS,
@@ -28,10 +25,9 @@ from tool_models import (
     of_whole,
     put_together,
     saying,
-    write_tool_model,
 )
 
-from pagedkv import LLM, AsyncEngine
+from pagedkv import AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
@@ -39,15 +35,7 @@ from pagedkv.serve.model import ServedModel
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder", "llama3_json", "mistral", "thinking"])

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from chat_samples import TEMPLATES
 from checkpoints import write_model
 from served import events_of, serving
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from pagedkv import LLM
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -59,6 +61,18 @@ def write_tool_model(folder: Path) -> Path:
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Take both fixtures into a file of tests by assigning them to these names there."""
+    return write_tool_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
+        yield llm
 
 
 class ScriptedClient:

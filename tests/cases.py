@@ -94,9 +94,13 @@ ATTENTION_CASES: list[AttentionCase] = [
       for d, s in (("float32", None), ("float16", "number"), ("bfloat16", "one"), ("float32", "heads"), ("float32", "seqs"))),
     replace(_RAGGED, name="fp8 cache head_dim 40", cache_dtype="float8_e4m3fn", scales="heads", head_dim=40),
     replace(_RAGGED, name="not causal", causal=False),
-    *(replace(_RAGGED, name=f"window {w}, causal {c}", window_size=w, causal=c)
-      for w, c in (((0, 0), True), ((5, 0), True), ((64, -1), True), ((3, 2), False), ((-1, 4), False), ((7, -1), False),
-                   ((0, 0), False), ((1000, 1000), False), ((2**62, 2**63 - 1), False))),
+    *(
+        replace(_RAGGED, name=f"window {w}, causal {c}", window_size=w, causal=c)
+        for w, c in (
+            ((0, 0), True), ((5, 0), True), ((64, -1), True), ((3, 2), False), ((-1, 4), False), ((7, -1), False),
+            ((0, 0), False), ((1000, 1000), False), ((2**62, 2**63 - 1), False),
+        )
+    ),
     replace(_RAGGED, name="softcap", softcap=3.0),
     replace(_RAGGED, name="softcap, scale", softcap=30.0, softmax_scale=0.7),
     replace(_RAGGED, name="negative scale", softmax_scale=-0.3),

@@ -154,20 +154,8 @@ def expect_attention(a) -> dict:
 
 def draw_plan(d: Draw) -> dict:
     wanted = (
-        "q",
-        "k_cache",
-        "v_cache",
-        "block_tables",
-        "context_lens",
-        "cu_seqlens_q",
-        "max_seqlen_q",
-        "key_starts",
-        "table_starts",
-        "causal",
-        "window_size",
-        "num_splits",
-        "batch_invariant",
-        "stream",
+        "q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q", "max_seqlen_q", "key_starts",
+        "table_starts", "causal", "window_size", "num_splits", "batch_invariant", "stream",
     )
     a = {name: value for name, value in draw_attention(d).items() if name in wanted}
     return a | d.some(out=lambda: draw_plan_rows(d))

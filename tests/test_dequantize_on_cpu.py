@@ -71,7 +71,13 @@ def check(dequantize, rng, numbers, format, scales, scales_dtype, zeros, block, 
 
 
 @pytest.mark.parametrize("dtype, element", [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("rows, size", [(1, 1), (7, 4096), (4096, 4096), (6144, 4096), (24576, 4096), (151936, 1024), (5000, 33), (2**20, 8), (300, 2**24)])
+@pytest.mark.parametrize(
+    "rows, size",
+    [
+        (1, 1), (7, 4096), (4096, 4096), (6144, 4096), (24576, 4096), (151936, 1024), (5000, 33), (2**20, 8),
+        (300, 2**24),
+    ],
+)
 def test_ranges(dequantize, rows, size, dtype, element):
     """As many rows as 32 MB hold, or a few; all ranges but the last alike."""
     weight = Quantised(rows, size, size, 1, 0, rows, size, DTYPES["float8_e4m3fn"], 0, DTYPES[dtype], 0, 0)

@@ -17,7 +17,10 @@ TOOLS = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}},
     "f": {"type": "object", "properties": {"city": {"type": "string"}, "flag": {"type": "boolean"}}},
 }
-TEXTS = ("", "Paris", "a\nb\n", "\n", "</tool_call>", '"', "\\", "{", "}]", "<function=f>", "é☃😀", "<think>", " x ", "a, b: c;", "[TOOL_CALLS]")
+TEXTS = (
+    "", "Paris", "a\nb\n", "\n", "</tool_call>", '"', "\\", "{", "}]", "<function=f>", "é☃😀", "<think>", " x ",
+    "a, b: c;", "[TOOL_CALLS]",
+)
 
 
 def draw_arguments(rng, is_xml):

@@ -251,7 +251,10 @@ def test_the_file_is_alone_and_trusts_no_text(url):
     assert policy.count("sha256-") == 2 and "connect-src 'self'" in policy
     rest = HTML.replace("http://www.w3.org/2000/svg", "")  # the name of SVG's elements, which nobody fetches
     assert "//" not in re.sub(r"//( |$)", "", rest, flags=re.MULTILINE), "no other host"
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", " style=", "Storage", "cookie"):
+    for word in (
+        "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", " style=", "Storage",
+        "cookie",
+    ):
         assert word not in HTML, word
     assert not re.search(r"\son\w+=", HTML), "no handlers in the markup, which the policy forbids"
     assert HTML.count("\n") <= 500

@@ -88,7 +88,10 @@ def test_what_is_wrong_is_named(http, path, body, param, text):
 
 
 def test_bodies_that_are_no_requests(http):
-    for content in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000):
+    for content in (
+        b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ):
         response = http.post(COMPLETIONS, content=content)
         assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
 

@@ -19,7 +19,10 @@ from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.text.tokenizer import Tokenizer as ModelTokenizer
 from pagedkv.serve.model import ServedModel
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "\n\n", '{"name": "']
+TAGS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>",
+    "\n\n", '{"name": "',
+]
 CHARACTERS = [*map(chr, range(32, 127)), "\n"]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<unk>", "[TOOL_CALLS]", "[ARGS]"]
 END = len(CHARACTERS) + len(TAGS)

@@ -24,7 +24,6 @@ class Outcome:
     rtol: float = 0.0
     mask: Any = None
     check: Callable | None = None
-    is_scratch: bool = False  # memory for the operation, which may change before an error, too
 
 
 @dataclass

@@ -270,10 +270,10 @@ def lora(x, a, b, slots):
 # --- sampling
 
 
-def philox4x32(counter, key, rounds: int = 10) -> list:
+def philox4x32(counter, key) -> list:
     """Philox4x32 of Salmon et al. 2011: 4 words from 4 words of counter, integers or arrays of uint64, and 2 of key."""
     c, k, mask = list(counter), list(key), 0xFFFFFFFF
-    for _ in range(rounds):
+    for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
         high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
         c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]

@@ -15,11 +15,11 @@ from cases import AttentionCase
 UNUSED_PAGE = 2147480000
 
 
-def make_tables(rng, slots, block_size: int, *, spare_blocks: int = 3, spare_entries: int = 2):
+def make_tables(rng, slots, block_size: int, *, spare_entries: int = 2):
     """Block tables [seqs, most pages + spare_entries] with pages in random order, and the size of the pool. `slots`: how
     many each sequence needs."""
     counts = [-(-int(n) // block_size) for n in slots]
-    num_blocks = sum(counts) + spare_blocks
+    num_blocks = sum(counts) + 3  # some are spare
     order = rng.permutation(num_blocks)
     tables = np.full((len(counts), max(counts, default=0) + spare_entries), UNUSED_PAGE, np.int32)
     for s, count in enumerate(counts):

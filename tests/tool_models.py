@@ -81,8 +81,8 @@ def llm(folder):
 class ScriptedClient:
     """say(params, index) is what an answer says; it comes in pieces of random length, each of which counts as a token."""
 
-    def __init__(self, say, seed: int = 0) -> None:
-        self.say, self.rng, self.seen = say, random.Random(seed), []
+    def __init__(self, say) -> None:
+        self.say, self.rng, self.seen = say, random.Random(0), []
         self.num_running = 0
 
     async def generate(self, prompt, params=None, request_id=None, *, lora_request=None, priority=0, salt=b""):

@@ -54,9 +54,11 @@ def _scale_of(scale, seq, num_kv_heads):
     return np.broadcast_to(scale[seq] if scale.ndim == 2 else scale, (num_kv_heads,))
 
 
-def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None,
-                        causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
-                        v_scale=None, key_starts=None, table_starts=None):
+def paged_attention_fwd(
+    q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None, causal=True,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, key_starts=None,
+    table_starts=None,
+):  # fmt: skip
     """Attention over pages, one query at a time. Returns out [tokens, heads, dim] and lse [heads, tokens]; rows that
     no sequence owns are NaN. Only what a query may see is read, so poison anywhere else shows."""
     q = np.asarray(q, np.float64)

@@ -188,7 +188,8 @@ def test_logprobs(llm, http):
         np.testing.assert_allclose([each["logprob"] for each in found], expected, atol=1e-5)
         assert all(bytes(each["bytes"]).decode() == each["token"] for each in found)
         for each in found:
-            assert len(each["top_logprobs"]) == 2 and each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
+            assert len(each["top_logprobs"]) == 2
+            assert each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
 
 
 def test_echo(llm, http):
@@ -326,7 +327,8 @@ def test_the_examples_of_the_page(http, tmp_path, capsys):
         answers = [(with_tools if '"tools"' in body else http).post(path, content=body) for path, body in calls]
         assert [each.status_code for each in answers] == [200] * 9
         assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
-        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls" and answers[8].json()["choices"][0]["text"] == "562"
+        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert answers[8].json()["choices"][0]["text"] == "562"
         printed = []
         for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
             server = with_tools if "tools=" in example else http

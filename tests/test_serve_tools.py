@@ -215,7 +215,8 @@ def test_no_calls_where_none_are_wanted(folder):
     with server as (url, _), httpx.Client(base_url=url) as http:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             found = of_whole(post(http, CHAT, messages=MESSAGES, **more)["choices"][0])
-            assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2] and found["finish_reason"] == "stop"
+            assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2]
+            assert found["finish_reason"] == "stop"
             assert "get_time" not in Tokenizer(folder).decode(client.seen[-1][0])
         post(http, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}})
         text = Tokenizer(folder).decode(client.seen[-1][0])
@@ -261,7 +262,8 @@ def test_special_tokens_stay_where_they_mean_something(folder):
     server, client = saying(folder, '[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "cet"}}]', TEMPLATES_BY_NAME["mistral"])
     with server as (url, _), httpx.Client(base_url=url) as http:
         choice = post(http, CHAT, messages=MESSAGES, tools=TOOLS)["choices"][0]
-        assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']] and len(choice["message"]["tool_calls"][0]["id"]) == 9
+        assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']]
+        assert len(choice["message"]["tool_calls"][0]["id"]) == 9
         strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
         assert http.post(CHAT, json={"messages": MESSAGES, "tools": strict}).headers["x-pagedkv-warning"] == "without effect: tools.strict"
         client.seen.pop()

@@ -129,9 +129,11 @@ ATTENTION_CASES: list[AttentionCase] = [
     *(replace(_CHUNKS, name=f"chunks, listed pages of {n}, key_starts {starts}", pages="listed", block_size=n, key_starts=starts)
       for n in (1, 7, 16, 64) for starts in (False, True)),
     replace(_RAGGED, name="listed pages, masked page", pages="listed", masked_page=True, num_splits=2),
-    replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
-            alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
-            block_size=5, head_dim=72, num_q_heads=6, num_kv_heads=3),
+    replace(
+        _RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
+        alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True, block_size=5,
+        head_dim=72, num_q_heads=6, num_kv_heads=3,
+    ),
     _CHUNKS,
     *(replace(_CHUNKS, name=f"chunks, head_dim {d}", head_dim=d) for d in (40, 64, 96, 256)),
     *(replace(_CHUNKS, name=f"chunks, heads {h}/{k}", num_q_heads=h, num_kv_heads=k) for h, k in ((1, 1), (5, 1), (24, 2))),

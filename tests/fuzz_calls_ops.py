@@ -152,14 +152,8 @@ def stored(cache, slots, k, v, **how):
 
 def expect_store(a) -> dict:
     k, v = oracle.store_kvcache(
-        numbers(a.key),
-        numbers(a.value),
-        numbers(a.k_cache),
-        numbers(a.v_cache),
-        numbers(a.slot_mapping),
-        cache_dtype=a.k_cache.dtype,
-        k_scale=scale_of(a.k_scale),
-        v_scale=scale_of(a.v_scale),
+        numbers(a.key), numbers(a.value), numbers(a.k_cache), numbers(a.v_cache), numbers(a.slot_mapping),
+        cache_dtype=a.k_cache.dtype, k_scale=scale_of(a.k_scale), v_scale=scale_of(a.v_scale),
     )
     return stored(a.k_cache, numbers(a.slot_mapping), k, v)
 

@@ -180,8 +180,10 @@ def rotate_halves(x, cos_sin):
     return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
 
 
-def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *,
-                       rms_of=None, cache_dtype=None, k_scale=None, v_scale=None):
+def qk_norm_rope_store(
+    qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *, rms_of=None,
+    cache_dtype=None, k_scale=None, v_scale=None,
+):
     """Returns q [tokens, heads, dim] and copies of the caches after the store."""
     qkv = qkv if rms_of is None else over_rms(qkv, rms_of, eps)
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -191,8 +193,10 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_c
     if q_weight is not None:
         q, k = rms_norm(q, q_weight, eps, dtype)[0], rms_norm(k, k_weight, eps, dtype)[0]
     q, k = (rounded(rotate_halves(x, cos_sin[positions][:, None]), dtype) for x in (q, k))
-    return q, *store_kvcache(k, rounded(v, dtype), k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype,
-                             k_scale=k_scale, v_scale=v_scale)
+    return q, *store_kvcache(
+        k, rounded(v, dtype), k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype, k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
 def rotated(x, cos, sin, interleaved: bool):
@@ -206,9 +210,11 @@ def rotated(x, cos, sin, interleaved: bool):
     return result
 
 
-def append_kvcache(key, value, k_cache, v_cache, block_tables, cache_lens, *, cache_dtype, cu_seqlens=None,
-                   key_starts=None, k_scale=None, v_scale=None, q=None, cos=None, sin=None, cu_seqlens_q=None,
-                   rotary_starts=None, interleaved=False, q_at_start=False, dtype=None):
+def append_kvcache(
+    key, value, k_cache, v_cache, block_tables, cache_lens, *, cache_dtype, cu_seqlens=None, key_starts=None,
+    k_scale=None, v_scale=None, q=None, cos=None, sin=None, cu_seqlens_q=None, rotary_starts=None, interleaved=False,
+    q_at_start=False, dtype=None,
+):
     """Returns copies of the caches after it, q rotated (NaN where nobody owns a row), and the slots of the tokens, -1 for
     none. `dtype`: of key, with q."""
     num_seqs, size = len(cache_lens), k_cache.shape[1]

@@ -123,8 +123,9 @@ def make_batch(case: AttentionCase, rng) -> Batch:
     arguments = dict(
         softmax_scale=case.softmax_scale, causal=case.causal, window_size=case.window_size, softcap=case.softcap,
         alibi_slopes=None if slopes is None else rng.uniform(0, 1, slopes).astype(np.float32),
-        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts, table_starts=table_starts,
-        k_scale=scale(), v_scale=scale())
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts,
+        table_starts=table_starts, k_scale=scale(), v_scale=scale(),
+    )
     q = oracle.rounded(rng.standard_normal((case.num_tokens, heads, case.head_dim)), case.dtype)
     cu_seqlens_q = np.cumsum((0, *case.query_lens)).astype(np.int32)
     return Batch(case, q, k_cache, v_cache, tables, np.array(case.context_lens, np.int32), cu_seqlens_q, arguments)

@@ -60,7 +60,10 @@ def check(dequantize, rng, numbers, format, scales, scales_dtype, zeros, block, 
     count = int(rng.integers(1, rows - first + 1))
     out = np.full(count * size + 16, 0x5A5A, CODES[dtype])
     start = -out.ctypes.data % 16 // out.itemsize  # as scratch memory is
-    weight = Quantised(rows, size, stride, scales_stride, zeros_stride, *block, DTYPES[format], DTYPES[scales_dtype], DTYPES[dtype], first, count)
+    weight = Quantised(
+        rows, size, stride, scales_stride, zeros_stride, *block, DTYPES[format], DTYPES[scales_dtype], DTYPES[dtype],
+        first, count,
+    )
     dequantize(weight, data, of_blocks, 0 if of_zeros is None else of_zeros, out[start:])
     got, there = out[start : start + count * size].reshape(count, size), encode(expected[first : first + count], dtype).view(CODES[dtype])
     is_nan = np.isnan(expected[first : first + count])

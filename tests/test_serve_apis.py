@@ -230,7 +230,10 @@ def test_a_response_of_a_schema(llm):
         assert 0 < details["reasoning_tokens"] < found["usage"]["output_tokens"]
         wrong = post(http, RESPONSES, 400, input="Hi", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}})["error"]
         assert wrong["param"] == "text" and wrong["message"].startswith("text.format.")
-        only = post(http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"}, temperature=1.0, seed=4, max_output_tokens=2000)
+        only = post(
+            http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"},
+            temperature=1.0, seed=4, max_output_tokens=2000,
+        )
         assert [each["name"] for each in only["output"] if each["type"] == "function_call"] == ["get_time"]
 
 

@@ -327,7 +327,10 @@ def test_news_of_several_steps_are_one():
         news = News(asyncio.get_running_loop())
         for i in range(1000):
             is_last = i == 999
-            one = Update(0, 0, i.to_bytes(4, "little"), f"{i} ", [{i: 0.0}], -i, "length" if is_last else None, None, is_last, None, i, 0, 0, 0, 0, None, None)
+            one = Update(
+                0, 0, i.to_bytes(4, "little"), f"{i} ", [{i: 0.0}], -i, "length" if is_last else None, None, is_last,
+                None, i, 0, 0, 0, 0, None, None,
+            )
             if i % 3 == 0:
                 one.others = (Update(0, 1, b"\7\0\0\0", "x", [{7: 0.0}], -i, None, None, is_last, None, i, 0, 0, 0, 0, None, None),)
             news.put(one)

@@ -13,9 +13,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 enum {
     PK_COMM_MAX_RANKS = 8,
@@ -104,7 +102,5 @@ void pk_comm_abort(pk_comm *comm, const char *reason);
 /* Fails, with the reason, if the group has ended or one of its processes has, which ends it. */
 pk_status pk_comm_check(pk_comm *comm, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

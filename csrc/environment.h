@@ -9,9 +9,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 #define PK_VARIABLES(X) \
     X(PAGEDKV_CPU_ISA) X(PAGEDKV_CUDA_MAX_CC) X(PAGEDKV_CUBLASLT) X(VIRTUAL_ENV) X(CUDA_HOME) X(CUDA_PATH)
@@ -25,7 +23,5 @@ pk_status pk_read_environment(pk_error *err);
 /* NULL where it was not set, was empty, or nobody has read the environment. */
 const char *pk_variable_text(pk_variable variable);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -21,9 +21,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Around the prototypes of a header: CUDA's sources are C++. */
 #ifdef __cplusplus
-extern "C" {
+#define PK_BEGIN_C extern "C" {
+#define PK_END_C }
+#else
+#define PK_BEGIN_C
+#define PK_END_C
 #endif
+
+PK_BEGIN_C
 
 /* ------------------------------------------------------------------ errors */
 
@@ -141,7 +148,5 @@ typedef void *pk_graph;  /* cudaGraphExec_t */
 static inline int64_t pk_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pk_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif /* PK_H */

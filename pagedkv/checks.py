@@ -11,13 +11,17 @@ from typing import Any, TypeGuard
 MAX_INT = 2**31 - 1
 
 
+def hint_of(name: str, known: SequenceOf[str]) -> str:
+    """What may have been meant by a name that is not known, for the end of a message."""
+    near = get_close_matches(name[:100], known, 1)  # in a time that grows with its length
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def check_names(owner: str, given: Iterable[str], known: SequenceOf[str]) -> None:
     """Raises TypeError for an option that does not exist, and names the one that may have been meant."""
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{owner} has no option {name!r}{hint}")
+            raise TypeError(f"{owner} has no option {name!r}{hint_of(name, known)}")
 
 
 def check_float(name: str, value: object, lowest: float, highest: float, *, is_open: bool) -> float:

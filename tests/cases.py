@@ -94,9 +94,13 @@ ATTENTION_CASES: list[AttentionCase] = [
       for d, s in (("float32", None), ("float16", "number"), ("bfloat16", "one"), ("float32", "heads"), ("float32", "seqs"))),
     replace(_RAGGED, name="fp8 cache head_dim 40", cache_dtype="float8_e4m3fn", scales="heads", head_dim=40),
     replace(_RAGGED, name="not causal", causal=False),
-    *(replace(_RAGGED, name=f"window {w}, causal {c}", window_size=w, causal=c)
-      for w, c in (((0, 0), True), ((5, 0), True), ((64, -1), True), ((3, 2), False), ((-1, 4), False), ((7, -1), False),
-                   ((0, 0), False), ((1000, 1000), False), ((2**62, 2**63 - 1), False))),
+    *(
+        replace(_RAGGED, name=f"window {w}, causal {c}", window_size=w, causal=c)
+        for w, c in (
+            ((0, 0), True), ((5, 0), True), ((64, -1), True), ((3, 2), False), ((-1, 4), False), ((7, -1), False),
+            ((0, 0), False), ((1000, 1000), False), ((2**62, 2**63 - 1), False),
+        )
+    ),
     replace(_RAGGED, name="softcap", softcap=3.0),
     replace(_RAGGED, name="softcap, scale", softcap=30.0, softmax_scale=0.7),
     replace(_RAGGED, name="negative scale", softmax_scale=-0.3),
@@ -125,9 +129,11 @@ ATTENTION_CASES: list[AttentionCase] = [
     *(replace(_CHUNKS, name=f"chunks, listed pages of {n}, key_starts {starts}", pages="listed", block_size=n, key_starts=starts)
       for n in (1, 7, 16, 64) for starts in (False, True)),
     replace(_RAGGED, name="listed pages, masked page", pages="listed", masked_page=True, num_splits=2),
-    replace(_RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
-            alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True,
-            block_size=5, head_dim=72, num_q_heads=6, num_kv_heads=3),
+    replace(
+        _RAGGED, name="everything", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="seqs", softcap=20.0,
+        alibi="per_seq", sinks=True, num_splits=3, window_size=(50, 9), causal=False, masked_page=True, block_size=5,
+        head_dim=72, num_q_heads=6, num_kv_heads=3,
+    ),
     _CHUNKS,
     *(replace(_CHUNKS, name=f"chunks, head_dim {d}", head_dim=d) for d in (40, 64, 96, 256)),
     *(replace(_CHUNKS, name=f"chunks, heads {h}/{k}", num_q_heads=h, num_kv_heads=k) for h, k in ((1, 1), (5, 1), (24, 2))),

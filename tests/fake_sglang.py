@@ -185,16 +185,10 @@ class WindowPools(KVPool):
 
 def make_runner(device: str, page_size: int, context_len: int, requests, pool, dtype, **others):
     fields = dict(
-        device=device,
-        page_size=page_size,
-        model_config=SimpleNamespace(context_len=context_len, is_encoder_decoder=False),
-        req_to_token_pool=requests,
-        token_to_kv_pool=pool,
-        kv_cache_dtype=dtype,
-        kv_cache_dtype_str="auto",
-        spec_algorithm=SimpleNamespace(name="NONE", is_none=lambda: True),
-        use_mla_backend=False,
-        attention_chunk_size=None,
-        kv_index_translator=SimpleNamespace(is_translating=False),
+        device=device, page_size=page_size,
+        model_config=SimpleNamespace(context_len=context_len, is_encoder_decoder=False), req_to_token_pool=requests,
+        token_to_kv_pool=pool, kv_cache_dtype=dtype, kv_cache_dtype_str="auto",
+        spec_algorithm=SimpleNamespace(name="NONE", is_none=lambda: True), use_mla_backend=False,
+        attention_chunk_size=None, kv_index_translator=SimpleNamespace(is_translating=False),
     )
     return SimpleNamespace(**fields | others)

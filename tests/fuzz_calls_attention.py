@@ -86,15 +86,10 @@ def draw_attention(d: Draw) -> dict:
         **options(d, has_window_right=True),
         **draw_scales(d, cache_dtype, heads[1], seqs),
         **d.some(
-            0.3,
-            softmax_scale=lambda: d.one_of(0.3, 1, -0.2, 0.0, np.float32(0.5)),
-            causal=d.flag,
-            softcap=lambda: d.one_of(0.0, 3.0, 30),
-            alibi_slopes=lambda: d.tensor(slopes, "float32", 0.3),
-            sinks=lambda: d.tensor((q_heads,), "float32"),
-            past_is_constant=d.flag,
-            out=lambda: d.output(shape, dtype),
-            return_lse=d.flag,
+            0.3, softmax_scale=lambda: d.one_of(0.3, 1, -0.2, 0.0, np.float32(0.5)), causal=d.flag,
+            softcap=lambda: d.one_of(0.0, 3.0, 30), alibi_slopes=lambda: d.tensor(slopes, "float32", 0.3),
+            sinks=lambda: d.tensor((q_heads,), "float32"), past_is_constant=d.flag,
+            out=lambda: d.output(shape, dtype), return_lse=d.flag,
         ),
         **d.some(0.2, plan=lambda: draw_plan_rows(d)),
         **d.stream(),
@@ -131,21 +126,10 @@ def attended(a, out, dtype: str, factor: float) -> Outcome:
 def expect_attention(a) -> dict:
     softmax_scale = None if a.softmax_scale is None else float(a.softmax_scale)
     out, lse = oracle.paged_attention_fwd(
-        numbers(a.q),
-        numbers(a.k_cache),
-        numbers(a.v_cache),
-        numbers(a.block_tables),
-        numbers(a.context_lens),
-        cu_seqlens_q=numbers(a.cu_seqlens_q),
-        key_starts=numbers(a.key_starts),
-        table_starts=numbers(a.table_starts),
-        softmax_scale=softmax_scale,
-        causal=bool(a.causal),
-        window_size=window_of(a),
-        softcap=float(a.softcap),
-        alibi_slopes=numbers(a.alibi_slopes),
-        sinks=numbers(a.sinks),
-        k_scale=scale_of(a.k_scale),
+        numbers(a.q), numbers(a.k_cache), numbers(a.v_cache), numbers(a.block_tables), numbers(a.context_lens),
+        cu_seqlens_q=numbers(a.cu_seqlens_q), key_starts=numbers(a.key_starts), table_starts=numbers(a.table_starts),
+        softmax_scale=softmax_scale, causal=bool(a.causal), window_size=window_of(a), softcap=float(a.softcap),
+        alibi_slopes=numbers(a.alibi_slopes), sinks=numbers(a.sinks), k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
     outcomes = {"out": attended(a, out, a.q.dtype, 4)}
@@ -154,20 +138,8 @@ def expect_attention(a) -> dict:
 
 def draw_plan(d: Draw) -> dict:
     wanted = (
-        "q",
-        "k_cache",
-        "v_cache",
-        "block_tables",
-        "context_lens",
-        "cu_seqlens_q",
-        "max_seqlen_q",
-        "key_starts",
-        "table_starts",
-        "causal",
-        "window_size",
-        "num_splits",
-        "batch_invariant",
-        "stream",
+        "q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q", "max_seqlen_q", "key_starts",
+        "table_starts", "causal", "window_size", "num_splits", "batch_invariant", "stream",
     )
     a = {name: value for name, value in draw_attention(d).items() if name in wanted}
     return a | d.some(out=lambda: draw_plan_rows(d))

@@ -278,24 +278,6 @@ def alias(rng, a, names):
 
 
 MUTATIONS = [
-    drop,
-    unknown,
-    exchange,
-    not_a_tensor,
-    not_a_number,
-    not_a_number,
-    other_dtype,
-    other_shape,
-    other_shape,
-    other_element,
-    other_element,
-    other_element,
-    readonly,
-    sparse,
-    misaligned,
-    hostile,
-    vast,
-    alias,
-    alias,
-    alias,
+    drop, unknown, exchange, not_a_tensor, not_a_number, not_a_number, other_dtype, other_shape, other_shape,
+    other_element, other_element, other_element, readonly, sparse, misaligned, hostile, vast, alias, alias, alias,
 ]

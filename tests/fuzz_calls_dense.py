@@ -166,7 +166,7 @@ def expect_linear(a) -> dict:
     tolerance = 2 * scale * oracle.tolerance(dtype) * (1 + np.abs(product).max(initial=0))
     return {
         "out": Outcome(oracle.silu_and_mul(product, "float32"), tolerance, tolerance),
-        "gate_up": Outcome(None, is_scratch=True),
+        "gate_up": Outcome(None),
     }
 
 
@@ -268,7 +268,7 @@ def expect_moe_mlp(a) -> dict:
         out = out + numbers(a.out)
     tolerance = scale * (30 if dtype == "float32" else 2) * oracle.tolerance(dtype) * (1 + np.abs(out).max(initial=0))
     return {"out": Outcome(out, tolerance, tolerance), "experts": Outcome(experts), "weights": near(of_experts, "float32", 4),
-            "logits": Outcome(None, is_scratch=True), "activation": Outcome(None)}  # fmt: skip
+            "logits": Outcome(None), "activation": Outcome(None)}  # fmt: skip
 
 
 def draw_lora_add(d: Draw) -> dict:

@@ -11,13 +11,8 @@ def dump(manager, ids=range(-1, 8)):
     state = {
         name: getattr(manager, name)
         for name in (
-            "num_blocks",
-            "num_free_blocks",
-            "num_used_blocks",
-            "num_cached_blocks",
-            "num_shared_blocks",
-            "num_free_host_blocks",
-            "watermark_blocks",
+            "num_blocks", "num_free_blocks", "num_used_blocks", "num_cached_blocks", "num_shared_blocks",
+            "num_free_host_blocks", "watermark_blocks",
         )
     }
     for i in (i for i in ids if i in manager):

@@ -11,14 +11,7 @@ import pagedkv
 from pagedkv import ops
 
 ERRORS = (
-    TypeError,
-    ValueError,
-    BufferError,
-    MemoryError,
-    NotImplementedError,
-    KeyError,
-    IndexError,
-    OverflowError,
+    TypeError, ValueError, BufferError, MemoryError, NotImplementedError, KeyError, IndexError, OverflowError,
     RuntimeError,
 )  # a RuntimeError: a Graph that is in no state for it
 

@@ -24,7 +24,6 @@ class Outcome:
     rtol: float = 0.0
     mask: Any = None
     check: Callable | None = None
-    is_scratch: bool = False  # memory for the operation, which may change before an error, too
 
 
 @dataclass
@@ -153,14 +152,8 @@ def stored(cache, slots, k, v, **how):
 
 def expect_store(a) -> dict:
     k, v = oracle.store_kvcache(
-        numbers(a.key),
-        numbers(a.value),
-        numbers(a.k_cache),
-        numbers(a.v_cache),
-        numbers(a.slot_mapping),
-        cache_dtype=a.k_cache.dtype,
-        k_scale=scale_of(a.k_scale),
-        v_scale=scale_of(a.v_scale),
+        numbers(a.key), numbers(a.value), numbers(a.k_cache), numbers(a.v_cache), numbers(a.slot_mapping),
+        cache_dtype=a.k_cache.dtype, k_scale=scale_of(a.k_scale), v_scale=scale_of(a.v_scale),
     )
     return stored(a.k_cache, numbers(a.slot_mapping), k, v)
 

@@ -75,18 +75,9 @@ def expect_append(a) -> dict:
         with_q = {name: numbers(getattr(a, name)) for name in names} | {"dtype": a.key.dtype}
         with_q |= {"interleaved": bool(a.interleaved), "q_at_start": bool(a.q_at_start)}
     k, v, out, slots = oracle.append_kvcache(
-        numbers(a.key),
-        numbers(a.value),
-        numbers(a.k_cache),
-        numbers(a.v_cache),
-        numbers(a.block_tables),
-        numbers(a.cache_lens),
-        cache_dtype=a.k_cache.dtype,
-        cu_seqlens=numbers(a.cu_seqlens),
-        key_starts=numbers(a.key_starts),
-        k_scale=scale_of(a.k_scale),
-        v_scale=scale_of(a.v_scale),
-        **with_q,
+        numbers(a.key), numbers(a.value), numbers(a.k_cache), numbers(a.v_cache), numbers(a.block_tables),
+        numbers(a.cache_lens), cache_dtype=a.k_cache.dtype, cu_seqlens=numbers(a.cu_seqlens),
+        key_starts=numbers(a.key_starts), k_scale=scale_of(a.k_scale), v_scale=scale_of(a.v_scale), **with_q,
     )
     tolerance = 4 * oracle.tolerance(a.key.dtype)
     how = {"atol": tolerance, "rtol": 0.13 if a.k_cache.dtype == F8 else tolerance} if with_q else {}
@@ -152,19 +143,9 @@ def draw_rope(d: Draw) -> dict:
 
 def rope_oracle(a):
     return oracle.qk_norm_rope_store(
-        numbers(a.qkv),
-        numbers(a.q_weight),
-        numbers(a.k_weight),
-        numbers(a.cos_sin),
-        numbers(a.positions),
-        numbers(a.k_cache),
-        numbers(a.v_cache),
-        numbers(a.slot_mapping),
-        float(a.eps),
-        a.qkv.dtype,
-        rms_of=numbers(a.rms_of),
-        cache_dtype=a.k_cache.dtype,
-        k_scale=scale_of(a.k_scale),
+        numbers(a.qkv), numbers(a.q_weight), numbers(a.k_weight), numbers(a.cos_sin), numbers(a.positions),
+        numbers(a.k_cache), numbers(a.v_cache), numbers(a.slot_mapping), float(a.eps), a.qkv.dtype,
+        rms_of=numbers(a.rms_of), cache_dtype=a.k_cache.dtype, k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
 
@@ -213,15 +194,8 @@ def expect_qkv(a) -> dict:
     q, k, v = rope_oracle(a)
     softmax_scale = None if a.softmax_scale is None else float(a.softmax_scale)
     out, _ = oracle.paged_attention_fwd(
-        q,
-        k,
-        v,
-        numbers(a.block_tables),
-        numbers(a.context_lens),
-        cu_seqlens_q=numbers(a.cu_seqlens_q),
-        softmax_scale=softmax_scale,
-        window_size=window_of(a),
-        k_scale=scale_of(a.k_scale),
+        q, k, v, numbers(a.block_tables), numbers(a.context_lens), cu_seqlens_q=numbers(a.cu_seqlens_q),
+        softmax_scale=softmax_scale, window_size=window_of(a), k_scale=scale_of(a.k_scale),
         v_scale=scale_of(a.v_scale),
     )
     factor = 0.3 / oracle.tolerance(a.qkv.dtype) if a.k_cache.dtype == F8 else 10

@@ -154,14 +154,17 @@ def check(path, content, status, kind, body):
                 assert events[-1]["error"]["type"] == "invalid_request_error" and len(json.loads(content)["prompt"]) > 1
                 return
             ends = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
-            assert len(ends) == len(set(ends)) and set(ends) == {choice["index"] for event in events for choice in event["choices"]} and ends
+            assert len(ends) == len(set(ends))
+            assert set(ends) == {choice["index"] for event in events for choice in event["choices"]}
+            assert ends
         else:
             last = json.loads(blocks[-1].partition("data: ")[2])
             assert last["type"] in ("response.completed", "response.incomplete", "message_stop"), last
         return
     answer = json.loads(body)
     if path in ("/v1/chat/completions", "/v1/completions"):
-        assert all(choice["finish_reason"] in ("stop", "length", "tool_calls") for choice in answer["choices"]) and answer["choices"]
+        assert all(choice["finish_reason"] in ("stop", "length", "tool_calls") for choice in answer["choices"])
+        assert answer["choices"]
     elif path == "/v1/responses":
         assert answer["status"] in ("completed", "incomplete")
     elif path == "/v1/messages":

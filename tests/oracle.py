@@ -54,9 +54,11 @@ def _scale_of(scale, seq, num_kv_heads):
     return np.broadcast_to(scale[seq] if scale.ndim == 2 else scale, (num_kv_heads,))
 
 
-def paged_attention_fwd(q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None,
-                        causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
-                        v_scale=None, key_starts=None, table_starts=None):
+def paged_attention_fwd(
+    q, k_cache, v_cache, block_tables, context_lens, *, cu_seqlens_q=None, softmax_scale=None, causal=True,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, key_starts=None,
+    table_starts=None,
+):  # fmt: skip
     """Attention over pages, one query at a time. Returns out [tokens, heads, dim] and lse [heads, tokens]; rows that
     no sequence owns are NaN. Only what a query may see is read, so poison anywhere else shows."""
     q = np.asarray(q, np.float64)
@@ -178,8 +180,10 @@ def rotate_halves(x, cos_sin):
     return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
 
 
-def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *,
-                       rms_of=None, cache_dtype=None, k_scale=None, v_scale=None):
+def qk_norm_rope_store(
+    qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps, dtype, *, rms_of=None,
+    cache_dtype=None, k_scale=None, v_scale=None,
+):
     """Returns q [tokens, heads, dim] and copies of the caches after the store."""
     qkv = qkv if rms_of is None else over_rms(qkv, rms_of, eps)
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -189,8 +193,10 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_c
     if q_weight is not None:
         q, k = rms_norm(q, q_weight, eps, dtype)[0], rms_norm(k, k_weight, eps, dtype)[0]
     q, k = (rounded(rotate_halves(x, cos_sin[positions][:, None]), dtype) for x in (q, k))
-    return q, *store_kvcache(k, rounded(v, dtype), k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype,
-                             k_scale=k_scale, v_scale=v_scale)
+    return q, *store_kvcache(
+        k, rounded(v, dtype), k_cache, v_cache, slot_mapping, cache_dtype=cache_dtype or dtype, k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
 def rotated(x, cos, sin, interleaved: bool):
@@ -204,9 +210,11 @@ def rotated(x, cos, sin, interleaved: bool):
     return result
 
 
-def append_kvcache(key, value, k_cache, v_cache, block_tables, cache_lens, *, cache_dtype, cu_seqlens=None,
-                   key_starts=None, k_scale=None, v_scale=None, q=None, cos=None, sin=None, cu_seqlens_q=None,
-                   rotary_starts=None, interleaved=False, q_at_start=False, dtype=None):
+def append_kvcache(
+    key, value, k_cache, v_cache, block_tables, cache_lens, *, cache_dtype, cu_seqlens=None, key_starts=None,
+    k_scale=None, v_scale=None, q=None, cos=None, sin=None, cu_seqlens_q=None, rotary_starts=None, interleaved=False,
+    q_at_start=False, dtype=None,
+):
     """Returns copies of the caches after it, q rotated (NaN where nobody owns a row), and the slots of the tokens, -1 for
     none. `dtype`: of key, with q."""
     num_seqs, size = len(cache_lens), k_cache.shape[1]
@@ -270,10 +278,10 @@ def lora(x, a, b, slots):
 # --- sampling
 
 
-def philox4x32(counter, key, rounds: int = 10) -> list:
+def philox4x32(counter, key) -> list:
     """Philox4x32 of Salmon et al. 2011: 4 words from 4 words of counter, integers or arrays of uint64, and 2 of key."""
     c, k, mask = list(counter), list(key), 0xFFFFFFFF
-    for _ in range(rounds):
+    for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
         high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
         c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]

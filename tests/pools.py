@@ -15,11 +15,11 @@ from cases import AttentionCase
 UNUSED_PAGE = 2147480000
 
 
-def make_tables(rng, slots, block_size: int, *, spare_blocks: int = 3, spare_entries: int = 2):
+def make_tables(rng, slots, block_size: int, *, spare_entries: int = 2):
     """Block tables [seqs, most pages + spare_entries] with pages in random order, and the size of the pool. `slots`: how
     many each sequence needs."""
     counts = [-(-int(n) // block_size) for n in slots]
-    num_blocks = sum(counts) + spare_blocks
+    num_blocks = sum(counts) + 3  # some are spare
     order = rng.permutation(num_blocks)
     tables = np.full((len(counts), max(counts, default=0) + spare_entries), UNUSED_PAGE, np.int32)
     for s, count in enumerate(counts):
@@ -123,8 +123,9 @@ def make_batch(case: AttentionCase, rng) -> Batch:
     arguments = dict(
         softmax_scale=case.softmax_scale, causal=case.causal, window_size=case.window_size, softcap=case.softcap,
         alibi_slopes=None if slopes is None else rng.uniform(0, 1, slopes).astype(np.float32),
-        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts, table_starts=table_starts,
-        k_scale=scale(), v_scale=scale())
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None, key_starts=starts,
+        table_starts=table_starts, k_scale=scale(), v_scale=scale(),
+    )
     q = oracle.rounded(rng.standard_normal((case.num_tokens, heads, case.head_dim)), case.dtype)
     cu_seqlens_q = np.cumsum((0, *case.query_lens)).astype(np.int32)
     return Batch(case, q, k_cache, v_cache, tables, np.array(case.context_lens, np.int32), cu_seqlens_q, arguments)

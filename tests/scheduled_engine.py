@@ -23,16 +23,8 @@ class Engine:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        caching: bool = True,
-        num_seqs: int = 8,
-        budget: int = 64,
-        behind: int = 0,
-        num_host_blocks: int = 0,
-        max_loras: int = 0,
+        self, num_blocks: int, block_size: int, *, caching: bool = True, num_seqs: int = 8, budget: int = 64,
+        behind: int = 0, num_host_blocks: int = 0, max_loras: int = 0,
     ):
         self.manager = BlockManager(
             num_blocks, block_size, enable_prefix_caching=caching, num_host_blocks=num_host_blocks

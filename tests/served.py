@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ more }}"
 def model_of(folder: Path = DEMO) -> ServedModel:
     """For clients that are no engine."""
     return ServedModel(["demo"], folder, Tokenizer(folder), SamplingParams(temperature=0), 128, 16, TEMPLATE)
+
+
+def write_long_model(folder: Path, length: int) -> Path:
+    """The demo model, whose answers may be long."""
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": length}))
+    return folder
 
 
 @contextmanager

@@ -12,21 +12,9 @@ import pagedkv
 
 # What takes no tensor, or one beside nothing else; and what only a Hopper GPU computes.
 WITHOUT = {
-    "empty",
-    "open_ipc",
-    "from_dlpack",
-    "synchronize",
-    "check_errors",
-    "reload_context",
-    "memory_info",
-    "num_multiprocessors",
-    "get_num_threads",
-    "set_num_threads",
-    "build_info",
-    "kernel_instances",
-    "_pack_ids",
-    "decode_step",
-    "decode_step_words",
+    "empty", "open_ipc", "from_dlpack", "synchronize", "check_errors", "reload_context", "memory_info",
+    "num_multiprocessors", "get_num_threads", "set_num_threads", "build_info", "kernel_instances", "_pack_ids",
+    "decode_step", "decode_step_words",
 }
 GIVEN_NOWHERE_ELSE = {"linear_algorithms": {"near"}}  # what only a GPU has
 

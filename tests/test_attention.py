@@ -158,7 +158,8 @@ def test_any_batch(data, seed):
         window_size=(draw(st.integers(-1, 40)), draw(st.integers(-1, 40))), softcap=draw(st.sampled_from([0.0, 5.0])),
         alibi=draw(st.sampled_from([None, "shared", "per_seq"])), sinks=draw(st.booleans()),
         scales=draw(st.sampled_from([None, "number", "one", "heads", "seqs"])) if has_fp8 else None,
-        num_splits=draw(st.integers(0, 6)), masked_page=draw(st.booleans()))
+        num_splits=draw(st.integers(0, 6)), masked_page=draw(st.booleans()),
+    )
     batch = make_batch(case, np.random.default_rng(draw(st.integers(0, 2**31))))
     check(batch, run(batch, "cpu"))
 

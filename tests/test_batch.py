@@ -1,6 +1,5 @@
 """pagedkv batch: each request of a file is answered once, also after a kill."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
@@ -10,11 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import extra_serve  # noqa: F401
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"):
-    pytest.importorskip(package, reason="the extra `serve`")
-
 from served import DEMO, ENGINE
 
 from pagedkv import LLM, SamplingParams, cli
@@ -54,10 +50,15 @@ def test_answers_of_every_kind(tmp_path, capsys):
     assert (code, said) == (0, "pagedkv batch: 5 answered, 2 refused or failed, 0 were there")
     found = read(tmp_path / "out")
     body = {name: response["body"] for name, response in found.items()}
-    assert {name: response["status_code"] for name, response in found.items()} == dict.fromkeys("abcdé", 200) | dict.fromkeys("ef", 400)
-    assert body["a"]["choices"][0]["text"] == body["b"]["choices"][0]["message"]["content"] == "562" and body["a"]["model"] == "any"
-    assert body["c"]["output"][0]["content"][0]["text"] == body["d"]["content"][0]["text"] == "562" and len(body["é"]["choices"]) == 4
-    assert "the prompt is empty" in body["f"]["error"]["message"] and "is no embedding model" in body["e"]["error"]["message"]
+    assert {name: response["status_code"] for name, response in found.items()} == dict.fromkeys(
+        "abcdé", 200
+    ) | dict.fromkeys("ef", 400)
+    assert body["a"]["choices"][0]["text"] == body["b"]["choices"][0]["message"]["content"] == "562"
+    assert body["a"]["model"] == "any"
+    assert body["c"]["output"][0]["content"][0]["text"] == body["d"]["content"][0]["text"] == "562"
+    assert len(body["é"]["choices"]) == 4
+    assert "the prompt is empty" in body["f"]["error"]["message"]
+    assert "is no embedding model" in body["e"]["error"]["message"]
     before = (tmp_path / "out").read_bytes()
     assert run(capsys, requests, "-o", tmp_path / "out") == (0, "pagedkv batch: 0 answered, 0 refused or failed, 7 were there")
     assert (tmp_path / "out").read_bytes() == before
@@ -84,7 +85,8 @@ def test_a_run_that_is_killed_goes_on(tmp_path, capsys):
         with open(out, "ab") as file:
             file.write(b'{"id":"batch_req_1","custom_id":"5')
     code, said = run(capsys, requests, "-o", out)
-    assert code == 0 and said == f"pagedkv batch: {len(prompts) - counts[-1]} answered, 0 refused or failed, {counts[-1]} were there"
+    assert code == 0
+    assert said == f"pagedkv batch: {len(prompts) - counts[-1]} answered, 0 refused or failed, {counts[-1]} were there"
     found = read(out)
     pairs = [(found[str(i)]["body"], output) for i, output in enumerate(outputs)]
     assert all(body["usage"]["completion_tokens"] == 40 for body, _ in pairs)

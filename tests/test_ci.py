@@ -29,7 +29,9 @@ case "$*" in
 */pythons.py*) type -p python3 ;;
 esac
 """
-REAL = ("bash", "cat", "diff", "dirname", "find", "ln", "ls", "mkdir", "mktemp", "readlink", "rm", "sort", "touch", "wc")
+REAL = (
+    "bash", "cat", "diff", "dirname", "find", "ln", "ls", "mkdir", "mktemp", "readlink", "rm", "sort", "touch", "wc",
+)
 
 
 class Checkout:

@@ -212,8 +212,12 @@ def test_a_note_where_an_answer_was_cut(adds):
     assert run("generate", adds, "12+34=", "--max-tokens", "1") == (
         0, "> 12+34=\n4\n", "pagedkv generate: the answer was cut after 1 token (--max-tokens)\n")  # fmt: skip
     _, out, err = run("generate", adds, "12+34=", "1+1=", "--max-tokens", "2")
-    assert out == "> 12+34=\n46\n\n> 1+1=\n2\n" and err == "pagedkv generate: prompt 1: the answer was cut after 2 tokens (--max-tokens)\n"
-    assert run("chat", adds, "12+34", "--max-tokens", "1")[1:] == ("4\n", "pagedkv chat: the answer was cut after 1 token (--max-tokens)\n")
+    assert out == "> 12+34=\n46\n\n> 1+1=\n2\n"
+    assert err == "pagedkv generate: prompt 1: the answer was cut after 2 tokens (--max-tokens)\n"
+    assert run("chat", adds, "12+34", "--max-tokens", "1")[1:] == (
+        "4\n",
+        "pagedkv chat: the answer was cut after 1 token (--max-tokens)\n",
+    )
     ignoring = ("chat", adds, "1+1", "--ignore-eos", "--max-model-len", "12")
     assert run(*ignoring)[2] == "pagedkv chat: the answer was cut after 8 tokens: prompt and answer fill the 12 of max_model_len\n"
     assert "the pool of pages (--num-blocks)" in run(*ignoring[:4], "--num-blocks", "1", "--block-size", "8")[2]

@@ -98,7 +98,10 @@ def reduce_bits(comm, bits):
 
 def test_numbers_that_a_mailbox_could_take_for_none(ranks):
     """Zeros of both signs, NaNs and what two halves of them are: each is a number, and 0 has no sign afterwards."""
-    bits = [0, 0x80000000, 0x80008000, 0xFFFFFFFF, 0x7FFF7FFF, 0x7FC00000, 0xFFFEFFFF, 0x00000001, 0x7F800000, 0xFF800000]
+    bits = [
+        0, 0x80000000, 0x80008000, 0xFFFFFFFF, 0x7FFF7FFF, 0x7FC00000, 0xFFFEFFFF, 0x00000001, 0x7F800000,
+        0xFF800000,
+    ]
     with np.errstate(over="ignore"):
         one = np.array(bits, np.uint32).view(np.float32)
         expected = np.zeros(len(bits), np.float32)

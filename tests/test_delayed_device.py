@@ -51,16 +51,10 @@ class Sizes:
         block_size, num_seqs = rng.choice([1, 2, 3, 4, 16]), rng.choice([2, 3, 8])
         num_blocks = -(-rng.choice([44, 60, 150]) // block_size)
         return Sizes(
-            num_blocks,
-            block_size,
-            num_host_blocks=rng.choice([0, num_blocks // 2, 2 * num_blocks]),
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_seqs + rng.choice([0, 2, 10, 100]),
-            has_caching=rng.random() < 0.8,
-            enforce_eager=rng.random() < 0.3,
-            eagerness=rng.choice([0, 0, 0.05, 0.5]),
-            num_behind=rng.choice([0, 1, 1, 1]),
-            knowledge=rng.choice([None, 0.0, 0.5, 1.0]),
+            num_blocks, block_size, num_host_blocks=rng.choice([0, num_blocks // 2, 2 * num_blocks]),
+            max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + rng.choice([0, 2, 10, 100]),
+            has_caching=rng.random() < 0.8, enforce_eager=rng.random() < 0.3, eagerness=rng.choice([0, 0, 0.05, 0.5]),
+            num_behind=rng.choice([0, 1, 1, 1]), knowledge=rng.choice([None, 0.0, 0.5, 1.0]),
         )
 
 

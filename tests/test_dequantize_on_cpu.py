@@ -60,7 +60,10 @@ def check(dequantize, rng, numbers, format, scales, scales_dtype, zeros, block, 
     count = int(rng.integers(1, rows - first + 1))
     out = np.full(count * size + 16, 0x5A5A, CODES[dtype])
     start = -out.ctypes.data % 16 // out.itemsize  # as scratch memory is
-    weight = Quantised(rows, size, stride, scales_stride, zeros_stride, *block, DTYPES[format], DTYPES[scales_dtype], DTYPES[dtype], first, count)
+    weight = Quantised(
+        rows, size, stride, scales_stride, zeros_stride, *block, DTYPES[format], DTYPES[scales_dtype], DTYPES[dtype],
+        first, count,
+    )
     dequantize(weight, data, of_blocks, 0 if of_zeros is None else of_zeros, out[start:])
     got, there = out[start : start + count * size].reshape(count, size), encode(expected[first : first + count], dtype).view(CODES[dtype])
     is_nan = np.isnan(expected[first : first + count])
@@ -71,7 +74,13 @@ def check(dequantize, rng, numbers, format, scales, scales_dtype, zeros, block, 
 
 
 @pytest.mark.parametrize("dtype, element", [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("rows, size", [(1, 1), (7, 4096), (4096, 4096), (6144, 4096), (24576, 4096), (151936, 1024), (5000, 33), (2**20, 8), (300, 2**24)])
+@pytest.mark.parametrize(
+    "rows, size",
+    [
+        (1, 1), (7, 4096), (4096, 4096), (6144, 4096), (24576, 4096), (151936, 1024), (5000, 33), (2**20, 8),
+        (300, 2**24),
+    ],
+)
 def test_ranges(dequantize, rows, size, dtype, element):
     """As many rows as 32 MB hold, or a few; all ranges but the last alike."""
     weight = Quantised(rows, size, size, 1, 0, rows, size, DTYPES["float8_e4m3fn"], 0, DTYPES[dtype], 0, 0)

@@ -16,8 +16,13 @@ Called = struct_of("num_tokens", "num_experts", "num_chosen", "in_features", "ou
                    "x_pair_stride", "out_stride", "out_pair_stride", "stride", "expert_stride", "block_rows", "block_columns",
                    "scales_stride", "scales_expert_stride", "zeros_stride", "zeros_expert_stride", "dtype", "weight_dtype",
                    "scales_dtype", "is_few", "num_sms", "num_ctas", "is_aligned", "bad_token", "bad_expert")  # fmt: skip
-KINDS = ["as x", "float8 blocks", "float8 channels", "float8 tensor", "float8 odd blocks", "int4 128", "int4 24", "int4 64", "int4 row"]
-FEW_KINDS = ["as x", "float8 blocks", "float8 channels", "float8 tensor", "int4 128", "int4 128 zeros", "int4 32", "int4 64"]
+KINDS = [
+    "as x", "float8 blocks", "float8 channels", "float8 tensor", "float8 odd blocks", "int4 128", "int4 24",
+    "int4 64", "int4 row",
+]
+FEW_KINDS = [
+    "as x", "float8 blocks", "float8 channels", "float8 tensor", "int4 128", "int4 128 zeros", "int4 32", "int4 64",
+]
 
 
 @pytest.fixture(scope="module")

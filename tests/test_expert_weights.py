@@ -136,7 +136,8 @@ def test_nan_and_infinity_stay_where_they_are(rng, device, tokens, dtype):
     x = put(rng.standard_normal((tokens, 300)), device, dtype)
     got = get(ops.expert_linear(x, put(numbers, device, F8), put(ids, device), weight_scales=put(scales, device)))
     assert np.isnan(got[1::2, 0, 7]).all() and not np.isfinite(got[1::2, 0, 20]).any()
-    assert np.isfinite(got[::2]).all() and np.isfinite(got[:, 1]).all() and np.isfinite(np.delete(got[:, 0], [7, 20], 1)).all()
+    assert np.isfinite(got[::2]).all() and np.isfinite(got[:, 1]).all()
+    assert np.isfinite(np.delete(got[:, 0], [7, 20], 1)).all()
 
 
 @pytest.mark.parametrize("kind", ["float8 blocks", "int4 64"])

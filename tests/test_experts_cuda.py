@@ -5,6 +5,7 @@ import oracle
 import pytest
 from pools import get, put
 from test_expert_weights import Weights
+from test_experts import between
 
 import pagedkv
 from pagedkv import Graph, Stream, ops
@@ -103,12 +104,6 @@ def test_layers_in_a_graph_are_the_layers_step_by_step(rng, layer, tokens):
             np.testing.assert_array_equal(get(x), expected)
 
 
-def between(tokens):
-    shapes = {"logits": ((tokens, EXPERTS), "float32"), "experts": ((tokens, CHOSEN), "int32"),
-              "weights": ((tokens, CHOSEN), "float32"), "activation": ((tokens, CHOSEN, INTERMEDIATE), "bfloat16")}  # fmt: skip
-    return {name: pagedkv.empty(*of, GPU) for name, of in shapes.items()}
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 40, 257, 300, 1100])
 def test_a_layer_in_one_call(rng, layer, tokens):
     """One kernel for few, shared lists for many; in a graph, too, and beside another stream that has the same kernel."""
@@ -117,7 +112,8 @@ def test_a_layer_in_one_call(rng, layer, tokens):
     router = put(oracle.rounded(numbers(rng, (EXPERTS, HIDDEN)) / HIDDEN**0.5 * 4, "bfloat16"), GPU, "bfloat16")
     there, streams, graphs = put(x, GPU, "bfloat16"), [Stream(GPU), Stream(GPU)], [Graph(), Graph()]
     given = {"normalize": True, "add_to_out": True, "weight_is_constant": True}
-    memory, outs = [between(tokens) for _ in streams], [put(before, GPU, "bfloat16") for _ in streams]
+    memory = [between(tokens, INTERMEDIATE, EXPERTS, CHOSEN, GPU, "bfloat16") for _ in streams]
+    outs = [put(before, GPU, "bfloat16") for _ in streams]
     for graph, stream, its, out in zip(graphs, streams, memory, outs, strict=True):
         with graph.capture(stream):
             ops.moe_mlp(there, router, up, down, **given, **its, out=out, stream=stream)

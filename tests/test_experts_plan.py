@@ -19,7 +19,10 @@ LIST = 3152  # bytes that the kernel for few tokens declares: test_build.py comp
 def run(tmp_path_factory):
     listed = load(tmp_path_factory.mktemp("experts"), "experts_on_cpu.cpp", "experts_on_cpu")
 
-    def call(experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16, weight_dtype=2):
+    def call(
+        experts, num_experts, size=64, outputs=32, *, is_gated=0, is_summed=0, card=CARDS[3], most_rows=16,
+        weight_dtype=2,
+    ):
         tokens, chosen = experts.shape
         most_groups = experts.size if tokens == 1 else min(experts.size, experts.size // most_rows + num_experts + 1)
         its = Experts(tokens, num_experts, chosen, size, outputs, is_gated, is_summed, card.num_sms, card.compute_capability, most_rows,

@@ -202,7 +202,8 @@ def test_one_bos(tmp_path, name, writes_bos):
     with LLM(folder, device="cpu", block_size=4, num_blocks=64) as llm:
         params = SamplingParams(max_tokens=2)
         (output,) = llm.generate(["it's 12 é"], params, use_tqdm=False)
-        assert output.prompt_token_ids == oracle("it's 12 é").input_ids and output.prompt_token_ids[0] == oracle.bos_token_id
+        assert output.prompt_token_ids == oracle("it's 12 é").input_ids
+        assert output.prompt_token_ids[0] == oracle.bos_token_id
         assert output.prompt_token_ids.count(oracle.bos_token_id) == 1
         (output,) = llm.chat([CHATS[1]], params, use_tqdm=False)
         assert output.prompt_token_ids == encoded[1]

@@ -287,7 +287,10 @@ def test_binary_shows_one_symbol_and_needs_little():
     # No C++ runtime (host code of .cu files), no driver and no CUDA library: they are found at run time, or not at all.
     assert not [line.split()[-1] for line in wanted.splitlines() if re.search(r" (_Z|__cxa_(?!finalize|atexit)|__gxx|cu|nccl)", line)]
     needed = set(re.findall(r"NEEDED.*\[(.*?)\]", dynamic))
-    allowed = {"libc.so.6", "libm.so.6", "libgomp.so.1", "libomp.so.5", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2"}
+    allowed = {
+        "libc.so.6", "libm.so.6", "libgomp.so.1", "libomp.so.5", "libpthread.so.0", "libdl.so.2", "librt.so.1",
+        "ld-linux-x86-64.so.2",
+    }
     sanitizers = {name for name in needed if re.match(r"lib(asan|ubsan)\.so", name)}
     assert needed - sanitizers <= allowed
     folders = re.findall(r"R(?:UN)?PATH.*\[(.*?)\]", dynamic)

@@ -18,7 +18,10 @@ Called = struct_of("num_rows", "in_features", "out_features", "is_gated", "adds_
 KINDS = ["float8 blocks", "float8 channels", "float8 tensor", "int4 128", "int4 128 zeros", "int4 64", "int4 32"]
 # rows, inputs, outputs, SMs: warps without inputs, and with two lines of which one ends early; a block that ends early, one
 # CTA with several rounds of them
-SHAPES = [(1, 128, 8, 3), (2, 4224, 26, 3), (1, 2176, 420, 1), (3, 1152, 40, 3), (8, 384, 230, 1), (13, 640, 130, 1), (30, 288, 90, 1), (49, 1280, 20, 1)]
+SHAPES = [
+    (1, 128, 8, 3), (2, 4224, 26, 3), (1, 2176, 420, 1), (3, 1152, 40, 3), (8, 384, 230, 1), (13, 640, 130, 1),
+    (30, 288, 90, 1), (49, 1280, 20, 1),
+]
 
 
 def limit(kind: str, dtype: str) -> float:

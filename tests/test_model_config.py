@@ -233,7 +233,8 @@ def test_defaults_are_those_of_transformers(tmp_path, family):
     assert ours.num_kv_heads == theirs.num_key_value_heads and ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings and ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     types = getattr(theirs, "layer_types", [SLIDING if family == "mistral" else FULL] * 30)
     assert ours.windows == tuple(theirs.sliding_window if each == SLIDING else 0 for each in types)
     assert ours.o_bias == getattr(theirs, "attention_bias", False) and ours.mlp_bias == getattr(theirs, "mlp_bias", False)

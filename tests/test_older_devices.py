@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from again import run_again
 
-NAMES = ("attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "experts", "kernel_instances", "sample_cuda")
+NAMES = (
+    "attention", "attention_cuda", "attention_mixed_cuda", "cuda_limits", "experts", "kernel_instances",
+    "sample_cuda",
+)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,14 @@ def test_there_are_examples():
     assert [page.name for page, _ in EXAMPLES] == ["README.md"] * 3 + ["engine.md"] * 6 + ["training.md"]
 
 
-@pytest.mark.parametrize("page, example", EXAMPLES, ids=["BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "shapes", "settings", "speculation", "cache", "training"])
+@pytest.mark.parametrize(
+    "page, example",
+    EXAMPLES,
+    ids=[
+        "BlockManager", "torch", "LLM", "Engine", "AsyncEngine", "shapes", "settings", "speculation", "cache",
+        "training",
+    ],
+)
 def test_example(page, example, capsys):
     for word, package in (("import torch", "torch"), ("StructuredOutputs", "xgrammar")):
         if word in example:

@@ -27,14 +27,8 @@ def test_random_traffic(seed, case, caching, behind):
     adapters = [None] + [Adapter(bytes([i]), {}) for i in range(4 if max_loras else 0)]
     print(f"{num_blocks}+{num_host_blocks} x {block_size}, {num_seqs} sequences, budget {budget}")
     engine = Engine(
-        num_blocks,
-        block_size,
-        caching=caching,
-        num_seqs=num_seqs,
-        budget=budget,
-        behind=behind,
-        num_host_blocks=num_host_blocks,
-        max_loras=max_loras,
+        num_blocks, block_size, caching=caching, num_seqs=num_seqs, budget=budget, behind=behind,
+        num_host_blocks=num_host_blocks, max_loras=max_loras,
     )
     engine.bad_tokens = frozenset(rng.sample(range(1000), rng.choice([0, 20])))
     common = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]

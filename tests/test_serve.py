@@ -1,6 +1,5 @@
 """pagedkv serve over HTTP: answers are those of the engine, whole and streamed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import base64
@@ -12,13 +11,10 @@ import socket
 from dataclasses import fields
 from pathlib import Path
 
+import extra_serve  # noqa: F401
+import httpx
 import numpy as np
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
-import httpx
 import tool_models
 from checkpoints import write_model
 from lora_adapters import write_adapter
@@ -192,7 +188,8 @@ def test_logprobs(llm, http):
         np.testing.assert_allclose([each["logprob"] for each in found], expected, atol=1e-5)
         assert all(bytes(each["bytes"]).decode() == each["token"] for each in found)
         for each in found:
-            assert len(each["top_logprobs"]) == 2 and each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
+            assert len(each["top_logprobs"]) == 2
+            assert each["top_logprobs"][0]["logprob"] >= each["top_logprobs"][1]["logprob"]
 
 
 def test_echo(llm, http):
@@ -330,7 +327,8 @@ def test_the_examples_of_the_page(http, tmp_path, capsys):
         answers = [(with_tools if '"tools"' in body else http).post(path, content=body) for path, body in calls]
         assert [each.status_code for each in answers] == [200] * 9
         assert answers[0].json()["choices"][0]["message"]["content"] == "2" and len(streamed(answers[2])) == 2
-        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls" and answers[8].json()["choices"][0]["text"] == "562"
+        assert answers[6].json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert answers[8].json()["choices"][0]["text"] == "562"
         printed = []
         for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
             server = with_tools if "tools=" in example else http

@@ -1,22 +1,17 @@
 """The server's paths for training loops: behind a flag, by query and by body, through the engine's process and in this one."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import threading
 
+import extra_serve  # noqa: F401
+import httpx
 import numpy as np
 import pytest
-
-for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
-import httpx
 from checkpoints import safetensors_bytes
-from served import COMPLETIONS, DEMO, ENGINE, serving, wait_for
+from served import COMPLETIONS, DEMO, ENGINE, serving, wait_for, write_long_model
 from test_serve_processes import server, stop
 from test_serve_remote import connected
 
@@ -107,10 +102,7 @@ def test_sleep_and_wake(http, as_body, other):
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """The demo model, whose answers may be long."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("long") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 5000}))
+    folder = write_long_model(tmp_path_factory.mktemp("long") / "model", 5000)
     client = AsyncEngine(folder, dtype="float32", **ENGINE | {"num_blocks": 3000})
     with serving(client, with_admin=True) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
         yield client, http
@@ -139,7 +131,8 @@ def test_pause(endless, mode):
     assert found["new"]["choices"][0]["text"] == RIGHT
     if mode == "abort":
         (choice,) = found["old"]["choices"]
-        assert choice["finish_reason"] == "abort" and 0 < found["old"]["usage"]["completion_tokens"] < 1500 and choice["text"]
+        assert choice["finish_reason"] == "abort"
+        assert 0 < found["old"]["usage"]["completion_tokens"] < 1500 and choice["text"]
     else:
         assert found["old"]["usage"]["completion_tokens"] == 1500
 

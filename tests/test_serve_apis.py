@@ -1,6 +1,5 @@
 """/v1/responses and /v1/messages: what goes in, and what comes out, whole and streamed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
@@ -8,12 +7,10 @@ import json
 import random
 import re
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
+import tool_models
 from served import post, serving
 from tool_models import (
     CALL,
@@ -28,10 +25,9 @@ from tool_models import (
     ScriptedClient,
     model_of,
     saying,
-    write_tool_model,
 )
 
-from pagedkv import LLM, AsyncEngine
+from pagedkv import AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.errors import ApiError
@@ -42,15 +38,7 @@ from pagedkv.serve.response_input import messages_of as chat_of_input
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 @pytest.fixture
@@ -94,9 +82,11 @@ def test_a_response(http):
     assert [(each["type"], each["name"], json.loads(each["arguments"])) for each in calls] == [
         ("function_call", "get_weather", {"city": "Paris", "days": 3}), ("function_call", "get_time", {"zone": "utc"}),
     ]  # fmt: skip
-    assert all(each["status"] == "completed" for each in found["output"]) and len({each["id"] for each in found["output"]}) == 4
+    assert all(each["status"] == "completed" for each in found["output"])
+    assert len({each["id"] for each in found["output"]}) == 4
     usage = found["usage"]
-    assert usage["output_tokens"] == 1 and usage["input_tokens"] == len(http.client.seen[0][0]) == usage["total_tokens"] - 1
+    assert usage["output_tokens"] == 1
+    assert usage["input_tokens"] == len(http.client.seen[0][0]) == usage["total_tokens"] - 1
     assert http.client.seen[0][1].max_tokens == 99
     text = Tokenizer(http.client.folder).decode(http.client.seen[0][0])
     assert "Be brief." in text and "get_time" in text
@@ -240,7 +230,10 @@ def test_a_response_of_a_schema(llm):
         assert 0 < details["reasoning_tokens"] < found["usage"]["output_tokens"]
         wrong = post(http, RESPONSES, 400, input="Hi", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}})["error"]
         assert wrong["param"] == "text" and wrong["message"].startswith("text.format.")
-        only = post(http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"}, temperature=1.0, seed=4, max_output_tokens=2000)
+        only = post(
+            http, RESPONSES, input="Hi", tools=FUNCTIONS, tool_choice={"type": "function", "name": "get_time"},
+            temperature=1.0, seed=4, max_output_tokens=2000,
+        )
         assert [each["name"] for each in only["output"] if each["type"] == "function_call"] == ["get_time"]
 
 
@@ -251,22 +244,32 @@ def test_tools_that_come_and_go(http):
     """As Claude Code says it, in messages of the system; a result of a search names a tool; a reminder is for one turn."""
     f, g, h = (CUSTOM[1] | {"name": name, "defer_loading": True} for name in ("tool_f", "tool_g", "tool_h"))
 
-    def change(kind, **tool):
-        return {"type": f"tool_{kind}", "tool": tool}
+    def change(kind, name=None, **tool):
+        return {"type": f"tool_{kind}", "tool": tool or {"type": "tool_reference", "name": name}}
 
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "tool_g"}]}]}
+    def ask(messages, tools, status=200):
+        return post(http, MESSAGES, status, max_tokens=9, messages=messages, tools=tools)
+
+    first, last = ({"role": "system", "content": f"Remember {it}.", "clear_at": "next_user_message"} for it in "AB")
     used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "tool_f", "input": {}}]}
-    for changes, names in (([], "fg"), ([change("addition", type="tool_reference", name="tool_g")], "fg"), ([change("removal", type="tool_reference", name="tool_f")], "g"),
-                           ([change("addition", type="tool_definition", definition=h), change("removal", type="tool_reference", name="tool_g")], "fh"),
-                           ([change("removal", type="tool_reference", name="tool_f"), change("addition", type="tool_reference", name="tool_f")], "gf")):
-        reminders = [{"role": "system", "content": "Remember A.", "clear_at": "next_user_message"}, used, result, {"role": "system", "content": "Remember B.", "clear_at": "next_user_message"}]
-        post(http, MESSAGES, max_tokens=9, messages=[*HI, *reminders, *([{"role": "system", "content": changes}] if changes else [])], tools=[f, g])
+    found = [{"type": "tool_reference", "tool_name": "tool_g"}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": found}]}
+    for changes, names in (
+        ([], "fg"),
+        ([change("addition", "tool_g")], "fg"),
+        ([change("removal", "tool_f")], "g"),
+        ([change("addition", type="tool_definition", definition=h), change("removal", "tool_g")], "fh"),
+        ([change("removal", "tool_f"), change("addition", "tool_f")], "gf"),
+    ):
+        ask([*HI, first, used, result, last, *([{"role": "system", "content": changes}] if changes else [])], [f, g])
         text = Tokenizer(http.client.folder).decode(ids_of(http.client.seen[-1][0]))
-        assert re.findall('"name": "tool_(.)", "param', text) == [*names] and text.count("tool_response") == 2 and "Remember B." in text and "Remember A." not in text
-    for wrong in ([change("addition", type="tool_reference", name="x")], [{"type": "tool_removal"}]):
-        assert "none of the tools" in post(http, MESSAGES, 400, max_tokens=9, messages=[*HI, {"role": "system", "content": wrong}], tools=[f])["error"]["message"]
-    only = [{"role": "system", "content": [change("removal", type="tool_reference", name="tool_f")]}]
-    assert "messages is missing or empty" in post(http, MESSAGES, 400, max_tokens=9, messages=only, tools=[f])["error"]["message"]
+        assert re.findall('"name": "tool_(.)", "param', text) == [*names] and text.count("tool_response") == 2
+        assert "Remember B." in text and "Remember A." not in text
+    for wrong in ([change("addition", "x")], [{"type": "tool_removal"}]):
+        refusal = ask([*HI, {"role": "system", "content": wrong}], [f], 400)
+        assert "none of the tools" in refusal["error"]["message"]
+    refusal = ask([{"role": "system", "content": [change("removal", "tool_f")]}], [f], 400)
+    assert "messages is missing or empty" in refusal["error"]["message"]
 
 
 BLOCKS = [
@@ -288,9 +291,11 @@ def test_events_of_a_message(http, number):
     http.client.rng.seed(number)
     body = {"max_tokens": 50, "messages": HI, "tools": CUSTOM, "stream": True}
     events = named_events(http.post(MESSAGES, json=body))
-    assert events[0]["type"] == "message_start" and events[0]["message"]["content"] == [] and events[0]["message"]["usage"]["input_tokens"] > 0
+    assert events[0]["type"] == "message_start" and events[0]["message"]["content"] == []
+    assert events[0]["message"]["usage"]["input_tokens"] > 0
     assert [each["type"] for each in events[-2:]] == ["message_delta", "message_stop"]
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and events[-2]["usage"]["output_tokens"] > 0
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 0
     blocks, is_open = [], False
     for each in events[1:-2]:
         if each["type"] == "content_block_start":
@@ -359,7 +364,8 @@ def test_what_goes_into_a_message(http):
     ]  # fmt: skip
     for body, text in bad:
         error = post(http, MESSAGES, 400, **{"messages": HI} | body)
-        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error" and text in error["error"]["message"]
+        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+        assert text in error["error"]["message"]
     assert post(http, MESSAGES, 404, max_tokens=5, messages=HI, model="gpt")["error"]["type"] == "not_found_error"
     assert http.get(MESSAGES).json()["error"]["type"] == "invalid_request_error"
 
@@ -390,7 +396,8 @@ def test_streams_that_fail_end_with_an_error(folder):
     client.rng.seed(1)
     with server as (url, _), httpx.Client(base_url=url) as http:
         last = named_events(http.post(RESPONSES, json={"input": "Hi", "stream": True}))[-1]
-        assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "the server has ended this answer"
+        assert last["type"] == "response.failed"
+        assert last["response"]["error"]["message"] == "the server has ended this answer"
         last = named_events(http.post(MESSAGES, json={"max_tokens": 5, "messages": HI, "stream": True}))[-1]
         assert last["type"] == "error" and last["error"]["type"] == "overloaded_error"
 

@@ -1,37 +1,24 @@
 """What the clients of OpenAI and Anthropic, and openai-agents, make of answers."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
 import json
 from typing import get_args
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
 import tool_models
 from served import DEMO, ENGINE, TEMPLATE, post, serving
-from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PATCH, PLAIN, SAID, TOOLS, saying, write_tool_model
+from tool_models import CALL, CUSTOM, FUNCTIONS, HI, PATCH, PLAIN, SAID, TOOLS, saying
 
 from pagedkv import LLM, AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 def test_the_client_of_openai(folder):
@@ -50,7 +37,8 @@ def test_the_client_of_openai(folder):
         with client.responses.stream(model="demo", input="Hi", tools=FUNCTIONS) as stream:
             events = list(stream)
             final = stream.get_final_response()
-        assert events[-1].type == "response.completed" and final.output_text == "I look." and json.loads(final.output[3].arguments) == {"zone": "utc"}
+        assert events[-1].type == "response.completed" and final.output_text == "I look."
+        assert json.loads(final.output[3].arguments) == {"zone": "utc"}
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="demo", input="Hi", previous_response_id="x")
 
@@ -91,10 +79,23 @@ def test_custom_tools_by_the_client_of_openai(folder):
         options = {"model": "demo", "messages": HI, "tools": [custom], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [custom]}}}
         choice = client.chat.completions.create(**options).choices[0]
         (call,) = choice.message.tool_calls
-        assert type(call).__name__ == "ChatCompletionMessageCustomToolCall" and call.custom.input == '+a\n"b"' and choice.finish_reason == "tool_calls"
-        deltas = [each for chunk in client.chat.completions.create(**options, stream=True) for each in chunk.choices[0].delta.tool_calls or []]
-        assert (deltas[0].type, deltas[0].custom["name"], "".join(each.custom["input"] for each in deltas)) == ("custom", "apply_patch", '+a\n"b"')
-        client.chat.completions.create(model="demo", tools=[custom], messages=[*HI, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}])
+        assert type(call).__name__ == "ChatCompletionMessageCustomToolCall"
+        assert call.custom.input == '+a\n"b"' and choice.finish_reason == "tool_calls"
+        deltas = [
+            each
+            for chunk in client.chat.completions.create(**options, stream=True)
+            for each in chunk.choices[0].delta.tool_calls or []
+        ]
+        assert (deltas[0].type, deltas[0].custom["name"], "".join(each.custom["input"] for each in deltas)) == (
+            "custom",
+            "apply_patch",
+            '+a\n"b"',
+        )
+        client.chat.completions.create(
+            model="demo",
+            tools=[custom],
+            messages=[*HI, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}],
+        )
         text = Tokenizer(folder).decode(ids_of(seen.seen[-1][0]))
         assert '{"name": "apply_patch", "arguments": {"input": "+a\\n\\"b\\""}}' in text
         with client.responses.stream(model="demo", input="Hi", tools=[PATCH]) as stream:
@@ -130,8 +131,12 @@ def test_the_client_of_anthropic(folder):
         with client.messages.stream(**options) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
-        assert text == "I look." and final.content[2].input == {"city": "Paris", "days": 3} and final.stop_reason == "tool_use"
-        assert client.messages.count_tokens(model="demo", messages=HI, tools=CUSTOM).input_tokens == message.usage.input_tokens
+        assert text == "I look." and final.content[2].input == {"city": "Paris", "days": 3}
+        assert final.stop_reason == "tool_use"
+        assert (
+            client.messages.count_tokens(model="demo", messages=HI, tools=CUSTOM).input_tokens
+            == message.usage.input_tokens
+        )
         with pytest.raises(anthropic.NotFoundError, match="there is no model"):
             client.messages.create(**options | {"model": "other"})
 

@@ -1,15 +1,12 @@
 """Thoughts and calls in answers: whatever a family writes comes out as it was meant, wherever the pieces are cut."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
 import random
 
+import extra_serve  # noqa: F401
 import pytest
-
-for package in ("starlette", "msgspec"):
-    pytest.importorskip(package, reason="the extra `serve`")
 
 from pagedkv.serve.call_xml import as_json, types_of
 from pagedkv.serve.formats import CALL_FORMATS, OF_TEMPLATES, find_call_format
@@ -20,7 +17,10 @@ TOOLS = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}},
     "f": {"type": "object", "properties": {"city": {"type": "string"}, "flag": {"type": "boolean"}}},
 }
-TEXTS = ("", "Paris", "a\nb\n", "\n", "</tool_call>", '"', "\\", "{", "}]", "<function=f>", "é☃😀", "<think>", " x ", "a, b: c;", "[TOOL_CALLS]")
+TEXTS = (
+    "", "Paris", "a\nb\n", "\n", "</tool_call>", '"', "\\", "{", "}]", "<function=f>", "é☃😀", "<think>", " x ",
+    "a, b: c;", "[TOOL_CALLS]",
+)
 
 
 def draw_arguments(rng, is_xml):

@@ -1,27 +1,22 @@
 """The page at /: what the engine tells of itself, who may see it, and the page in a browser."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
 import json
 import random
 import re
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import extra_serve  # noqa: F401
+import httpx
 import numpy as np
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
-import httpx
 from browser import CHROMIUM, browser
-from served import COMPLETIONS, DEMO, CountingClient, model_of, serving, wait_for
+from served import COMPLETIONS, DEMO, CountingClient, model_of, serving, wait_for, write_long_model
 
 import pagedkv.serve.page
 from pagedkv import LLM, AsyncEngine, SamplingParams
@@ -35,11 +30,10 @@ KEY = {"authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """The demo model, whose answers may be long."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("model") / "demo")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 30_000}))
-    with LLM(folder, device="cpu", dtype="float32", block_size=4, num_blocks=16_000, max_num_seqs=PLACES, seed=0) as llm:
+    folder = write_long_model(tmp_path_factory.mktemp("model") / "demo", 30_000)
+    with LLM(
+        folder, device="cpu", dtype="float32", block_size=4, num_blocks=16_000, max_num_seqs=PLACES, seed=0
+    ) as llm:
         yield llm
 
 
@@ -257,7 +251,10 @@ def test_the_file_is_alone_and_trusts_no_text(url):
     assert policy.count("sha256-") == 2 and "connect-src 'self'" in policy
     rest = HTML.replace("http://www.w3.org/2000/svg", "")  # the name of SVG's elements, which nobody fetches
     assert "//" not in re.sub(r"//( |$)", "", rest, flags=re.MULTILINE), "no other host"
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", " style=", "Storage", "cookie"):
+    for word in (
+        "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", " style=", "Storage",
+        "cookie",
+    ):
         assert word not in HTML, word
     assert not re.search(r"\son\w+=", HTML), "no handlers in the markup, which the policy forbids"
     assert HTML.count("\n") <= 500

@@ -1,6 +1,5 @@
 """`pagedkv serve` as it is started: an engine's process, front ends, and what is left when any of them is killed."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
@@ -19,13 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
-from served import CHAT, COMPLETIONS, DEMO, events_of, streamed, wait_for
+import pytest
+from served import CHAT, COMPLETIONS, events_of, streamed, wait_for, write_long_model
 
 from pagedkv import LLM, SamplingParams
 
@@ -38,10 +34,7 @@ HOST, FRONT_END = "pagedkv.serve.host", "pagedkv.serve.front_end"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The demo model, whose answers may be long."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("model") / "demo")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LENGTH}))
+    folder = write_long_model(tmp_path_factory.mktemp("model") / "demo", LENGTH)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     return folder
 
@@ -136,7 +129,10 @@ def memory(process: int) -> int:
 class Client:
     """Asks for sums, rightly and wrongly; each answer is checked."""
 
-    KINDS = ("whole", "stream", "several", "chat", "leave", "leave early", "hang up", "large", "malformed", "unauthorised", "unknown")
+    KINDS = (
+        "whole", "stream", "several", "chat", "leave", "leave early", "hang up", "large", "malformed",
+        "unauthorised", "unknown",
+    )
 
     def __init__(self, url: str, texts: dict[str, str]) -> None:
         self.texts = texts
@@ -188,7 +184,10 @@ def test_many_clients_of_whom_some_leave_and_some_are_wrong(folder, seed):
     with LLM(folder, device="cpu", num_blocks=400) as llm:
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     texts = {prompt: each.text for prompt, each in zip(prompts, answers)}
-    options = ["--front-ends", "2", "--api-key", "one", "--api-key", "two", "--max-body-size", "10000", "--num-blocks", "2000"]
+    options = [
+        "--front-ends", "2", "--api-key", "one", "--api-key", "two", "--max-body-size", "10000", "--num-blocks",
+        "2000",
+    ]
     with server(folder, *options) as processes, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         clients = [Client(processes.url, texts) for _ in range(NUM_CLIENTS)]
 
@@ -382,7 +381,9 @@ def test_a_program_from_stdin_tls_and_the_access_log(folder, tmp_path):
     command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2"]
     subprocess.run([*command, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     Path(keys).write_text("one\n\n two \n")
-    options = ["--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", cert, "--api-key-file", keys, "--access-log"]
+    options = [
+        "--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", cert, "--api-key-file", keys, "--access-log",
+    ]
     with server(folder, *options, code=PROGRAM) as processes:
         assert processes.url.startswith("https://")
         context = ssl.create_default_context(cafile=cert)

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 """pagedkv serve: requests that are wrong say why, and who may ask."""
 
 from __future__ import annotations
@@ -8,12 +7,9 @@ import re
 import socket
 import time
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, model_of, post, serving
 
 from pagedkv import AsyncEngine
@@ -92,7 +88,10 @@ def test_what_is_wrong_is_named(http, path, body, param, text):
 
 
 def test_bodies_that_are_no_requests(http):
-    for content in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000):
+    for content in (
+        b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ):
         response = http.post(COMPLETIONS, content=content)
         assert response.status_code == 400 and "the body is no JSON" in response.json()["error"]["message"]
 

@@ -1,7 +1,6 @@
 """RemoteEngine and EngineHost, the two ends of the socket between a front end and its engine: the same answers and errors
 as AsyncEngine's, whatever the socket does."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
@@ -12,12 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from inspect import signature
 
+import extra_serve  # noqa: F401
 import numpy as np
 import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
 from checkpoints import write_model
 from lora_adapters import write_adapter
 from served import DEMO, ENGINE
@@ -331,7 +327,10 @@ def test_news_of_several_steps_are_one():
         news = News(asyncio.get_running_loop())
         for i in range(1000):
             is_last = i == 999
-            one = Update(0, 0, i.to_bytes(4, "little"), f"{i} ", [{i: 0.0}], -i, "length" if is_last else None, None, is_last, None, i, 0, 0, 0, 0, None, None)
+            one = Update(
+                0, 0, i.to_bytes(4, "little"), f"{i} ", [{i: 0.0}], -i, "length" if is_last else None, None, is_last,
+                None, i, 0, 0, 0, 0, None, None,
+            )
             if i % 3 == 0:
                 one.others = (Update(0, 1, b"\7\0\0\0", "x", [{7: 0.0}], -i, None, None, is_last, None, i, 0, 0, 0, 0, None, None),)
             news.put(one)

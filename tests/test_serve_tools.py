@@ -1,17 +1,14 @@
 """Calls of tools, thoughts and shapes of answers over HTTP: forced ones of a random model, and what a client makes of any."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import json
 import re
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
+import tool_models
 from served import CHAT, COMPLETIONS, post, serving
 from tool_models import (
     ARGUMENTS,
@@ -28,10 +25,9 @@ from tool_models import (
     of_whole,
     put_together,
     saying,
-    write_tool_model,
 )
 
-from pagedkv import LLM, AsyncEngine
+from pagedkv import AsyncEngine
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.text.tokenizer import Tokenizer
 from pagedkv.serve.model import ServedModel
@@ -39,15 +35,7 @@ from pagedkv.serve.model import ServedModel
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
-        yield llm
+folder, llm = tool_models.folder, tool_models.llm
 
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder", "llama3_json", "mistral", "thinking"])
@@ -227,7 +215,8 @@ def test_no_calls_where_none_are_wanted(folder):
     with server as (url, _), httpx.Client(base_url=url) as http:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             found = of_whole(post(http, CHAT, messages=MESSAGES, **more)["choices"][0])
-            assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2] and found["finish_reason"] == "stop"
+            assert found["calls"] == [] and found["content"] == SAID.partition("</think>\n\n")[2]
+            assert found["finish_reason"] == "stop"
             assert "get_time" not in Tokenizer(folder).decode(client.seen[-1][0])
         post(http, CHAT, messages=MESSAGES, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}})
         text = Tokenizer(folder).decode(client.seen[-1][0])
@@ -273,7 +262,8 @@ def test_special_tokens_stay_where_they_mean_something(folder):
     server, client = saying(folder, '[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "cet"}}]', TEMPLATES_BY_NAME["mistral"])
     with server as (url, _), httpx.Client(base_url=url) as http:
         choice = post(http, CHAT, messages=MESSAGES, tools=TOOLS)["choices"][0]
-        assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']] and len(choice["message"]["tool_calls"][0]["id"]) == 9
+        assert of_whole(choice)["calls"] == [["get_time", '{"zone": "cet"}']]
+        assert len(choice["message"]["tool_calls"][0]["id"]) == 9
         strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
         assert http.post(CHAT, json={"messages": MESSAGES, "tools": strict}).headers["x-pagedkv-warning"] == "without effect: tools.strict"
         client.seen.pop()

@@ -1,6 +1,5 @@
 """pagedkv serve when clients leave, are slow, are many, or send nonsense, and when it ends."""
 
-# ruff: noqa: E402  these tests are skipped before what they need is imported
 from __future__ import annotations
 
 import asyncio
@@ -16,12 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-import pytest
-
-for package in ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason="the extra `serve`, and httpx")
-
+import extra_serve  # noqa: F401
 import httpx
+import pytest
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, model_of, serving, streamed, wait_for
 
 from pagedkv import LLM, AsyncEngine, SamplingParams

@@ -20,19 +20,22 @@ def draw(rng, num_tokens=7, num_kv_heads=2, head_dim=24, dtype="float32", size=1
     return key, value, slots, np.full((NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim), np.nan)
 
 
+def check(device, key, value, slots, empty, dtype, cache_dtype=None, **scales):
+    """What a call leaves in caches that were `empty`."""
+    caches = [put(empty, device, cache_dtype or dtype) for _ in "kv"]
+    given = [put(x, device, dtype) for x in (key, value)] + caches + [put(slots, device)]
+    assert pagedkv.store_kvcache(*given, **{name: put(scale, device) for name, scale in scales.items()}) is None
+    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype=cache_dtype or dtype, **scales)
+    for cache, stored in zip(caches, expected):
+        np.testing.assert_array_equal(get(cache), stored)
+
+
 @pytest.mark.parametrize("slot_dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dtypes(dtype, cache_dtype, slot_dtype, device, rng):
-    cache_dtype = cache_dtype or dtype
     key, value, slots, empty = draw(rng, dtype=dtype)
-    k_cache, v_cache = put(empty, device, cache_dtype), put(empty, device, cache_dtype)
-    result = pagedkv.store_kvcache(put(key, device, dtype), put(value, device, dtype), k_cache, v_cache,
-                                   put(slots.astype(slot_dtype), device))
-    assert result is None
-    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype=cache_dtype)
-    np.testing.assert_array_equal(get(k_cache), expected[0])
-    np.testing.assert_array_equal(get(v_cache), expected[1])
+    check(device, key, value, slots.astype(slot_dtype), empty, dtype, cache_dtype)
 
 
 @pytest.mark.parametrize("shape", [None, (1,), (2,)], ids=["number", "one", "heads"])
@@ -40,15 +43,10 @@ def test_dtypes(dtype, cache_dtype, slot_dtype, device, rng):
 def test_fp8_scales_round_to_even_and_saturate(dtype, shape, device, rng):
     key, value, slots, empty = draw(rng, num_tokens=12, dtype=dtype, size=200.0)
     key[0, 0, :4], key[1, 0, :3] = [np.inf, -np.inf, np.nan, 0.0], [1e4, -1e4, 2.0**-9]
-    scales = [float(x) if shape is None else x for x in (rng.uniform(0.1, 1.5, shape or ()).astype(np.float32) for _ in "kv")]
-    k_cache, v_cache = put(empty, device, "float8_e4m3fn"), put(empty, device, "float8_e4m3fn")
-    pagedkv.store_kvcache(put(key, device, dtype), put(value, device, dtype), k_cache, v_cache,
-                          put(slots.astype(np.int32), device), k_scale=put(scales[0], device),
-                          v_scale=put(scales[1], device))
-    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype="float8_e4m3fn", k_scale=scales[0],
-                                    v_scale=scales[1])
-    np.testing.assert_array_equal(get(k_cache), expected[0])
-    np.testing.assert_array_equal(get(v_cache), expected[1])
+    scales = [
+        float(x) if shape is None else x for x in (rng.uniform(0.1, 1.5, shape or ()).astype(np.float32) for _ in "kv")
+    ]
+    check(device, key, value, slots, empty, dtype, "float8_e4m3fn", k_scale=scales[0], v_scale=scales[1])
 
 
 def test_fp8_stores_every_float16_as_the_oracle_does(device):
@@ -76,13 +74,7 @@ def test_views_of_a_fused_projection_into_strided_caches(device, rng):
 
 @pytest.mark.parametrize("num_tokens, num_kv_heads, head_dim", [(0, 2, 8), (1, 1, 1), (3, 5, 7), (15, 1, 300)])
 def test_shapes(num_tokens, num_kv_heads, head_dim, device, rng):
-    key, value, slots, empty = draw(rng, num_tokens, num_kv_heads, head_dim)
-    k_cache, v_cache = put(empty, device, "float32"), put(empty, device, "float32")
-    pagedkv.store_kvcache(put(key, device, "float32"), put(value, device, "float32"), k_cache, v_cache,
-                          put(slots.astype(np.int32), device))
-    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype="float32")
-    np.testing.assert_array_equal(get(k_cache), expected[0])
-    np.testing.assert_array_equal(get(v_cache), expected[1])
+    check(device, *draw(rng, num_tokens, num_kv_heads, head_dim), "float32")
 
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
@@ -95,24 +87,16 @@ def test_page_sizes(block_size, cache_dtype, device, rng):
     others = set(range(len(empty) * block_size)) - ends
     slots = np.array([*ends, *rng.permutation(list(others))][:40], np.int32)
     slots[20] = -1
-    caches = [put(empty, device, cache_dtype) for _ in "kv"]
-    pagedkv.store_kvcache(put(key, device, "bfloat16"), put(value, device, "bfloat16"), *caches, put(slots, device))
-    expected = oracle.store_kvcache(key, value, empty, empty, slots, cache_dtype=cache_dtype)
-    for cache, stored in zip(caches, expected):
-        np.testing.assert_array_equal(get(cache), stored)
+    check(device, key, value, slots, empty, "bfloat16", cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_tokens(dtype, device, rng):
     key = oracle.rounded(rng.standard_normal((3001, 4, 64)), dtype)
     empty = np.full((100, 32, 4, 64), np.nan)
-    caches = [put(empty, device, dtype) for _ in "kv"]
     slots = rng.permutation(3200)[:3001]
     slots[rng.random(3001) < 0.1] = -1
-    pagedkv.store_kvcache(put(key, device, dtype), put(-key, device, dtype), *caches, put(slots, device))
-    expected = oracle.store_kvcache(key, -key, empty, empty, slots, cache_dtype=dtype)
-    np.testing.assert_array_equal(get(caches[0]), expected[0])
-    np.testing.assert_array_equal(get(caches[1]), expected[1])
+    check(device, key, -key, slots, empty, dtype)
 
 
 def test_a_slot_out_of_range_is_refused_before_anything_is_written(rng):

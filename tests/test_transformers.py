@@ -26,14 +26,14 @@ register()
 VOCABULARY, NUM_NEW = 97, 8
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-    pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=0, bos_token_id=None,
+    eos_token_id=None,
 )
 WINDOW = dict(sliding_window=7)
 BART = dict(
     vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, forced_eos_token_id=None,
-    pad_token_id=0, bos_token_id=1, eos_token_id=VOCABULARY, decoder_start_token_id=1,
+    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, forced_eos_token_id=None, pad_token_id=0,
+    bos_token_id=1, eos_token_id=VOCABULARY, decoder_start_token_id=1,
 )
 MODELS = {  # what each adds
     "Qwen3": SIZES,  # norms of q and k

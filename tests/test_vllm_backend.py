@@ -132,15 +132,11 @@ class Server:
             return torch.tensor(np.asarray(x), dtype=dtype, device=self.device)
 
         common = dict(
-            query_start_loc=ints(starts),
-            query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+            query_start_loc=ints(starts), query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
             seq_lens=ints(np.concatenate([after, np.zeros(padded_requests, int)])),
-            num_reqs=len(requests) + padded_requests,
-            num_actual_tokens=len(slots) + padded_tokens,
-            max_query_len=int(new.max()) + int(self.rng.integers(0, 2)),
-            max_seq_len=int(after.max()),
-            block_table_tensor=ints(tables),
-            slot_mapping=ints(slots + [-1] * padded_tokens, torch.int64),
+            num_reqs=len(requests) + padded_requests, num_actual_tokens=len(slots) + padded_tokens,
+            max_query_len=int(new.max()) + int(self.rng.integers(0, 2)), max_seq_len=int(after.max()),
+            block_table_tensor=ints(tables), slot_mapping=ints(slots + [-1] * padded_tokens, torch.int64),
             causal=causal,
         )
         if HAS_VLLM:

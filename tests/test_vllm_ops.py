@@ -123,13 +123,13 @@ class Batch:
         self.options = dict(
             softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
             alibi_slopes=None if alibi is None else tensor(alibi, device, torch.float32),
-            s_aux=None if sinks is None else tensor(sinks, device, torch.bfloat16),
-            k_descale=scales[0][1], v_descale=scales[1][1], num_splits=int(rng.choice([0, 1, 3])),
+            s_aux=None if sinks is None else tensor(sinks, device, torch.bfloat16), k_descale=scales[0][1],
+            v_descale=scales[1][1], num_splits=int(rng.choice([0, 1, 3])),
         )
         self.expected_options = dict(
             softmax_scale=softmax_scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
-            alibi_slopes=None if alibi is None else alibi.astype(np.float32), sinks=sinks,
-            k_scale=scales[0][0], v_scale=scales[1][0],
+            alibi_slopes=None if alibi is None else alibi.astype(np.float32), sinks=sinks, k_scale=scales[0][0],
+            v_scale=scales[1][0],
         )
         self.lens, self.tables, self.starts, self.dtype = lens, tables, starts, dtype
 

@@ -99,7 +99,13 @@ def test_torchs_parameters(folders):
         assert tokens(llm) == after
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8, small blocks", "fp8, tensor", "packed", "packed, zeros", "packed, order", "awq", "gptq", "gptq, order"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "fp8", "fp8, small blocks", "fp8, tensor", "packed", "packed, zeros", "packed, order", "awq", "gptq",
+        "gptq, order",
+    ],
+)
 def test_in_a_checkpoints_own_format(tmp_path, form):
     for seed in (0, 1):
         write_quantised(tmp_path / str(seed), FORMATS[form], seed=seed)

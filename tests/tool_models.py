@@ -6,18 +6,23 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from chat_samples import TEMPLATES
 from checkpoints import write_model
 from served import events_of, serving
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from pagedkv import LLM
 from pagedkv.engine.outputs import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
 from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.text.tokenizer import Tokenizer as ModelTokenizer
 from pagedkv.serve.model import ServedModel
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "\n\n", '{"name": "']
+TAGS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>",
+    "\n\n", '{"name": "',
+]
 CHARACTERS = [*map(chr, range(32, 127)), "\n"]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<unk>", "[TOOL_CALLS]", "[ARGS]"]
 END = len(CHARACTERS) + len(TAGS)
@@ -61,11 +66,23 @@ def write_tool_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Take both fixtures into a file of tests by assigning them to these names there."""
+    return write_tool_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, device="cpu", block_size=16, num_blocks=3000, max_num_seqs=16, seed=0) as llm:
+        yield llm
+
+
 class ScriptedClient:
     """say(params, index) is what an answer says; it comes in pieces of random length, each of which counts as a token."""
 
-    def __init__(self, say, seed: int = 0) -> None:
-        self.say, self.rng, self.seen = say, random.Random(seed), []
+    def __init__(self, say) -> None:
+        self.say, self.rng, self.seen = say, random.Random(0), []
         self.num_running = 0
 
     async def generate(self, prompt, params=None, request_id=None, *, lora_request=None, priority=0, salt=b""):

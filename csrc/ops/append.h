@@ -4,9 +4,7 @@
 
 #include "ops/store.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* append_kvcache and rope_append_kvcache */
 typedef struct pk_append_args {
@@ -41,7 +39,5 @@ typedef struct pk_append_call {
 pk_status pk_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err);
 pk_status pk_rope_append_kvcache(const pk_append_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

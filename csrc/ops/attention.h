@@ -4,9 +4,7 @@
 
 #include "ops/store.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* csrc/ops/attention.c says what is computed of it. */
 typedef struct pk_attention_args {
@@ -59,7 +57,5 @@ pk_status pk_paged_attention_fwd(const pk_attention_call *call, pk_stream stream
 /* call->out is the plan; what does not bear on it is absent. */
 pk_status pk_plan_attention(const pk_attention_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -5,9 +5,7 @@
 #include "comm.h"
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* A range of addresses that never moves, whose first `size` bytes have memory. */
 typedef struct {
@@ -174,7 +172,5 @@ bool pk_is_built(pk_device_type type); /* whether this binary has a backend for 
 bool pk_kernel_instance_at(int index, pk_kernel_instance *instance);
 int pk_device_count(pk_device_type type); /* 0 where there is no backend, no driver or no device */
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* copy_blocks / swap_blocks: dst[i][pairs[p][1]] = src[i][pairs[p][0]], whole blocks */
 typedef struct pk_blocks_args {
@@ -27,7 +25,5 @@ typedef struct pk_blocks_call {
 pk_status pk_copy_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err);
 pk_status pk_swap_blocks(const pk_blocks_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

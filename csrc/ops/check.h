@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* Validation as declarations. A letter binds at first use and must agree afterwards:
  *     PK_EXPECT(&env, "key",     key,     "T H D",   PK_ANY_FLOAT);
@@ -73,7 +71,5 @@ static inline int64_t pk_dim(const pk_env *env, char letter) { return env->size[
 #define PK_EXPECT_OUTPUT(env, name, output, dims, dtype, flags) \
     PK_TRY(pk_expect_output((env), (name), (output), (dims), (dtype), (flags)))
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

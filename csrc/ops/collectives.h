@@ -4,9 +4,7 @@
 
 #include "comm.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* all_reduce: out = x of rank 0 + x of rank 1 + ... + residual, in that order and in float32 from 0 on, rounded once. */
 typedef struct pk_all_reduce_args {
@@ -67,7 +65,5 @@ pk_status pk_communicator_open(pk_comm *comm, int rank, int size, int fd, pk_dev
                                double join_timeout, pk_error *err);
 void pk_communicator_close(pk_comm *comm);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* copy: dst = src with conversion between float dtypes (or the same dtype); any strides inside one
  * device; across devices of one dtype, contiguous or two-dimensional with dense rows. To host memory it is done when
@@ -18,7 +16,5 @@ typedef struct pk_copy_args {
 /* `stream` is the producer's current stream or the caller's choice. */
 pk_status pk_copy(const pk_view *src, const pk_view *dst, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "ops/store.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 enum { PK_DECODE_LAYERS = 64 /* at most */ };
 
@@ -54,7 +52,5 @@ typedef struct pk_decode_step_call {
 pk_status pk_decode_step(const pk_decode_step_call *call, pk_stream stream, pk_error *err);
 pk_status pk_decode_step_words(pk_decode_step_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

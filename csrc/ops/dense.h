@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* A second array with as many rows as the operation's own. Before anything else, the operation divides each of its rows
  * by sqrt(mean(x^2) + eps) of the row of x. x NULL: it divides by nothing. */
@@ -77,7 +75,5 @@ pk_status pk_rms_norm(const pk_rms_norm_call *call, pk_stream stream, pk_error *
 pk_status pk_scale_columns(const pk_rms_norm_call *call, pk_stream stream, pk_error *err);
 pk_status pk_silu_and_mul(const pk_silu_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

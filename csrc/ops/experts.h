@@ -4,9 +4,7 @@
 
 #include "ops/linear.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 enum { PK_MAX_EXPERTS = 1024, PK_MAX_EXPERTS_OF_TOKEN = 32 };
 
@@ -68,7 +66,5 @@ pk_status pk_route_experts(const pk_route_call *call, pk_stream stream, pk_error
 pk_status pk_expert_linear(const pk_expert_linear_call *call, pk_stream stream, pk_error *err);
 pk_status pk_moe_mlp(const pk_moe_mlp_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

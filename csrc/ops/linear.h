@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* linear: out = epilogue(x @ weight.T), in three parts: a kernel reads the first two as its loads need them, and what is
  * done with a sum stands in the third alone. */
@@ -116,7 +114,5 @@ pk_status pk_linear_squares(pk_linear_squares_call *call, pk_stream stream, pk_e
 pk_status pk_linear_algorithms(pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
 pk_status pk_use_linear_algorithm(const pk_linear_algorithm_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* bias_logits: logits[rows[i], token_ids[i]] += values[i] */
 typedef struct pk_bias_args {
@@ -36,7 +34,5 @@ typedef struct pk_mask_call {
 pk_status pk_bias_logits(const pk_bias_call *call, pk_stream stream, pk_error *err);
 pk_status pk_mask_logits(const pk_mask_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

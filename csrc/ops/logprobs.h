@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 enum { PK_MAX_BEST = 20 };
 
@@ -29,7 +27,5 @@ typedef struct pk_logprobs_call {
 
 pk_status pk_token_logprobs(const pk_logprobs_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

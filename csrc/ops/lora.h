@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* lora_add: out[t] += b[slots[t]] @ (a[slots[t]] @ x[t]), in float32 and rounded once; nothing where slots[t] is
  * negative. A slot out of range is bad: the CPU raises before anything is written; CUDA records it and adds nothing. */
@@ -28,7 +26,5 @@ typedef struct pk_lora_call {
 
 pk_status pk_lora_add(const pk_lora_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

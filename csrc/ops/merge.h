@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* merge_attention_states: out = sum_i out_i * exp(lse_i - lse), lse = log sum_i exp(lse_i) */
 typedef struct pk_merge_args {
@@ -25,7 +23,5 @@ typedef struct pk_merge_call {
 
 pk_status pk_merge_attention_states(const pk_merge_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -5,9 +5,7 @@
 #include "ops/attention.h"
 #include "ops/rope.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* qk_norm_rope_store, then attention, whose q is q_out: in one kernel, or by way of memory of the backend's own for
  * q. */
@@ -24,7 +22,5 @@ typedef struct pk_qkv_attention_call {
 
 pk_status pk_qkv_attention_fwd(const pk_qkv_attention_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -5,9 +5,7 @@
 #include "ops/dense.h"
 #include "ops/store.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* qk_norm_rope_store: from one fused projection (divided by `rms`), q and k are normalised a head (where the weights
  * are given) and rotated (halves: pairs (i, i + head_dim / 2)), q goes to q_out, k and v go to their slots. */
@@ -33,7 +31,5 @@ typedef struct pk_qk_norm_rope_store_call {
 
 pk_status pk_qk_norm_rope_store(const pk_qk_norm_rope_store_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* sample: one token per row. csrc/ops/sampling.h defines what is computed, to the bit. An optional array that is NULL
  * is off for every row. */
@@ -38,7 +36,5 @@ typedef struct pk_sample_call {
 
 pk_status pk_sample(const pk_sample_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -5,9 +5,7 @@
 #include "ops/linear.h"
 #include "ops/sample.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* sample_linear, and linear_candidates of a part of the vocabulary: sample of linear's product. The two meet in memory for the logits, linear.out and sample.logits, of
  * float32; nobody reads there afterwards. No penalties, filters or counts; no bias or gate. */
@@ -27,7 +25,5 @@ typedef struct pk_sample_linear_call {
 pk_status pk_sample_linear(const pk_sample_linear_call *call, pk_stream stream, pk_error *err);
 pk_status pk_linear_candidates(const pk_sample_linear_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* A scale of an fp8 cache: absent (view NULL: `value` counts, 1.0 by default), or float32 of shape
  * [1], [num_kv_heads] or, for attention only, [num_seqs, num_kv_heads]. stored = x / scale. */
@@ -47,7 +45,5 @@ typedef struct pk_store_call {
 
 pk_status pk_store_kvcache(const pk_store_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

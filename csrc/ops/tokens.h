@@ -4,9 +4,7 @@
 
 #include "pk.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+PK_BEGIN_C
 
 /* take_sampled: token_ids[t] = max(sampled[-1 - token_ids[t]], 0) where token_ids[t] is negative */
 typedef struct pk_take_sampled_args {
@@ -34,7 +32,5 @@ typedef struct pk_count_call {
 pk_status pk_take_sampled(const pk_take_sampled_call *call, pk_stream stream, pk_error *err);
 pk_status pk_count_tokens(const pk_count_call *call, pk_stream stream, pk_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+PK_END_C
 #endif

@@ -11,6 +11,7 @@ from typing import Any
 
 from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.optional import need
+from pagedkv.serve.formats import CALL_FORMATS
 
 from .options import MODEL_HELP, Commands, add_engine_options, engine_options, integer, read_text
 
@@ -24,7 +25,6 @@ SIGTERM or Ctrl-C: no more requests are taken, and answers on their way come to 
 """
 MAX_FRONT_ENDS = 256  # processes of 60 MB
 MAX_DESCRIPTORS = 1 << 16
-TOOL_CALL_PARSERS = "auto", "hermes", "qwen3_coder", "llama3_json", "mistral"
 REASONING_PARSERS = "auto", "qwen3", "none"
 PACKAGES = "starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"
 
@@ -163,7 +163,7 @@ def add_serving_options(group: argparse._ActionsContainer) -> None:
     help = "an adapter of low rank, which clients ask for by its name as for a model; may be repeated"
     group.add_argument("--lora", metavar="NAME=FOLDER", action="append", default=[], help=help)
     help = "how the model writes calls of tools (default: as its chat template does)"
-    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=help)
+    group.add_argument("--tool-call-parser", choices=("auto", *CALL_FORMATS), default="auto", help=help)
     help = "whether the model thinks between <think> and </think> (default: where its chat template says so)"
     group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help=help)
 

@@ -21,7 +21,7 @@ from pagedkv.models.registry import buffer_bytes, read_spec
 from pagedkv.models.spec import Spec
 from pagedkv.models.weights import Checkpoint
 
-from .cache.pool import checked_blocks, pages_of_memory, pages_on_cpu
+from .cache.pool import pages_of_memory, pages_on_cpu
 from .core import EngineCore
 from .options import EngineOptions
 from .requests.adapters import AdapterStore
@@ -140,7 +140,9 @@ def _allocate_pool(
     """num_blocks: None: as many pages as there is room for."""
     if num_blocks is None:
         share = options.gpu_memory_utilization
-        num_blocks = checked_blocks(min(runner.on_all("affordable_blocks", share)), share, bytes_per_page)
+        num_blocks = min(runner.on_all("affordable_blocks", share))
+        if num_blocks < 1:
+            raise MemoryError(f"gpu_memory_utilization={share} leaves no room for a page of {bytes_per_page} bytes")
     manager = BlockManager(
         num_blocks, options.block_size, enable_prefix_caching=options.enable_prefix_caching,
         eviction=options.eviction, num_host_blocks=num_host_blocks,

@@ -178,17 +178,9 @@ class Decoder:
         q = self.layers[0].attention.heads(buffers.q)
         for window, plan in batch.plans.items():
             ops.plan_attention(
-                q,
-                k_cache,
-                v_cache,
-                batch.block_tables,
-                batch.context_lens,
-                cu_seqlens_q=batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_seqlen_q,
-                window_size=window,
-                batch_invariant=self.batch_invariant,
-                out=plan,
-            )
+                q, k_cache, v_cache, batch.block_tables, batch.context_lens, cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q, window_size=window, batch_invariant=self.batch_invariant, out=plan,
+            )  # fmt: skip
 
     def step_arguments(self, caches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
         if self.batch_invariant or self.dtype != "bfloat16" or self.comm is not None:

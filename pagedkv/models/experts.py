@@ -36,17 +36,10 @@ class ExpertLinear:
     ) -> Tensor:
         """See ops.expert_linear."""
         return ops.expert_linear(
-            x,
-            experts=experts,
-            **self.weight.arguments,
-            weights=weights,
-            gated=gated,
-            add_to_out=add_to_out,
-            weight_is_constant=True,
-            experts_are_constant=experts_are_constant,
-            batch_invariant=self.batch_invariant,
+            x, experts=experts, **self.weight.arguments, weights=weights, gated=gated, add_to_out=add_to_out,
+            weight_is_constant=True, experts_are_constant=experts_are_constant, batch_invariant=self.batch_invariant,
             out=out,
-        )
+        )  # fmt: skip
 
 
 def load_experts(

@@ -113,27 +113,12 @@ class Attention(Block):
         x = self.normed(buffers)
         self.qkv.product(x, adapter_slots=buffers.adapter_slots, out=buffers.qkv)
         ops.qkv_attention_fwd(
-            buffers.qkv,
-            self.q_norm,
-            self.k_norm,
-            self.cos_sin,
-            batch.positions,
-            k_cache,
-            v_cache,
-            batch.slot_mapping,
-            batch.block_tables,
-            batch.context_lens,
-            rms_of=x if is_folded else None,
-            rms_squares=squares if is_folded else None,
-            eps=self.eps,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q,
-            window_size=self.window,
-            batch_invariant=self.batch_invariant,
-            plan=batch.plans.get(self.window),
-            past_is_constant=True,
-            out=self.heads(buffers.attention),
-        )
+            buffers.qkv, self.q_norm, self.k_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping,
+            batch.block_tables, batch.context_lens, rms_of=x if is_folded else None,
+            rms_squares=squares if is_folded else None, eps=self.eps, cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q, window_size=self.window, batch_invariant=self.batch_invariant,
+            plan=batch.plans.get(self.window), past_is_constant=True, out=self.heads(buffers.attention),
+        )  # fmt: skip
 
     def project(self, buffers: Buffers, squares: Tensor | None) -> None:
         """buffers.residual += buffers.attention, projected; leaves its squares"""
@@ -239,20 +224,11 @@ class Experts(MLP):
         x = self.normed(buffers)
         (router,) = self.router.weights
         ops.moe_mlp(
-            x,
-            router.data,
-            self.gate_up.weight.data,
-            self.down.weight.data,
-            normalize=self.normalizes,
-            add_to_out=add_to_out,
-            weight_is_constant=True,
-            batch_invariant=self.router.batch_invariant,
-            logits=buffers.router_logits,
-            experts=buffers.experts,
-            weights=buffers.expert_weights,
-            activation=buffers.expert_activation.view((len(x), self.num_chosen, self.size)),
-            out=out,
-        )
+            x, router.data, self.gate_up.weight.data, self.down.weight.data, normalize=self.normalizes,
+            add_to_out=add_to_out, weight_is_constant=True, batch_invariant=self.router.batch_invariant,
+            logits=buffers.router_logits, experts=buffers.experts, weights=buffers.expert_weights,
+            activation=buffers.expert_activation.view((len(x), self.num_chosen, self.size)), out=out,
+        )  # fmt: skip
 
     def forward_quantised(self, buffers: Buffers, out: Tensor, add_to_out: bool) -> None:
         x, experts, weights = self.normed(buffers), buffers.experts, buffers.expert_weights

@@ -84,17 +84,9 @@ class Linear:
             assert rms_eps is None and out_squares is None  # see can_fold and squares_width
             return self._products(x, gate_up, add_to_out, out)
         return _multiply(
-            x,
-            self.weights[0],
-            self.bias,
-            gate_up=gate_up,
-            rms_eps=rms_eps,
-            x_squares=x_squares,
-            out_squares=out_squares,
-            add_to_out=add_to_out,
-            batch_invariant=self.batch_invariant,
-            out=out,
-        )
+            x, self.weights[0], self.bias, gate_up=gate_up, rms_eps=rms_eps, x_squares=x_squares,
+            out_squares=out_squares, add_to_out=add_to_out, batch_invariant=self.batch_invariant, out=out,
+        )  # fmt: skip
 
     def _products(self, x: Tensor, gate_up: Tensor | None, add_to_out: bool, out: Tensor) -> Tensor:
         """Each weight's, into its columns."""

@@ -24,7 +24,7 @@ class WeightMemory:
 
     @cached_property
     def _buffer(self) -> ElasticBuffer:
-        return ElasticBuffer(_most_bytes(self.device), self.device)
+        return ElasticBuffer(total_memory(self.device), self.device)
 
     @cached_property
     def _all(self) -> Tensor:
@@ -54,7 +54,8 @@ class WeightMemory:
         self._buffer.resize(self._end)
 
 
-def _most_bytes(device: str) -> int:
+def total_memory(device: str) -> int:
+    """All that the device has, in bytes."""
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return ops.memory_info(device)[1]

@@ -16,12 +16,12 @@ from starlette.routing import Route
 import pagedkv
 
 from .admin import ROUTES as ADMIN_ROUTES
-from .around import REQUEST_ID, AccessLog, Keys, Outermost
 from .chat import chat
 from .completions import completions
 from .embeddings import detokenize, embeddings, tokenize
 from .errors import ApiError, json_response, show_api_error, show_failure, show_http_error
 from .messages import count_tokens, messages
+from .middleware import REQUEST_ID, AccessLog, Keys, Outermost
 from .page import Page
 from .responses import count_tokens as count_input_tokens
 from .responses import responses

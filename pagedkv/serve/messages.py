@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +17,7 @@ from .message_input import messages_of, offered_tools
 from .parser import Event
 from .schema import ChatRequest, Generation
 from .server import Server
-from .sse import JSON, Reply, named_event, named_events
+from .sse import Reply, named_event
 from .turn import SWITCH, Turn, prepare
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # of chats, and here
@@ -45,9 +44,7 @@ async def messages(server: Server, request: Request) -> Reply:
     turn = await prepare(server, as_chat(server, body), headers, NAMES)
     answers = server.answers(body, [turn.prompt], turn.params, turn.name, turn.shape_name)
     writer = MessageWriter(turn, answers)
-    if body.stream:
-        return server.stream(named_events(answers.pieces(), writer), headers, last=_last)
-    return Reply(_whole(answers, writer), JSON, headers)
+    return server.written(answers, writer, headers, is_stream=bool(body.stream))
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -115,16 +112,6 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
     return CHOICES[kind], is_parallel
 
 
-async def _whole(answers: Answers, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
-    (piece,) = await answers.whole()
-    writer.take(piece)
-    yield msgspec.json.encode(writer.message())
-
-
-def _last(error: ApiError | None) -> bytes:
-    return b"" if error is None else named_event(error.anthropic_body())
-
-
 class MessageWriter:
     """Makes blocks of the parts of an answer, and the events that tell of them. Whole messages leave the events out."""
 
@@ -140,7 +127,7 @@ class MessageWriter:
     def take(self, piece: Piece) -> None:
         if not self._has_started:
             self._has_started = True
-            start = self.message()
+            start = self.whole()
             start["usage"]["output_tokens"] = 0
             self._tell("message_start", message=start)
         for event in self._parser.feed(piece.text, is_last=piece.finish_reason is not None):
@@ -151,7 +138,10 @@ class MessageWriter:
             self._tell("message_delta", delta=self._end, usage=self._usage())
             self._tell("message_stop")
 
-    def message(self) -> dict[str, Any]:
+    def last(self, error: ApiError | None) -> bytes:
+        return b"" if error is None else named_event(error.anthropic_body())
+
+    def whole(self) -> dict[str, Any]:
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._turn.name,
             "content": [_shown(block) for block in self._blocks], **self._end, "usage": self._usage(),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .call_json import ArgumentsReader, CallReader
 from .call_xml import XmlArguments
-from .custom import InputReader
+from .custom_tools import InputReader
 from .formats import NO_CALLS, THOUGHTS, CallFormat, State
 
 IN_CALL = ("inside", "key", "value")

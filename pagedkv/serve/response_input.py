@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from .custom import arguments_of
+from .custom_tools import arguments_of
 from .errors import ApiError
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")

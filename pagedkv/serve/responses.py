@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +18,7 @@ from .parser import Event
 from .response_input import flat_tools, messages_of
 from .schema import ChatRequest, Generation, check_stream_options
 from .server import Server, warn
-from .sse import JSON, Reply, named_event, named_events
+from .sse import Reply, named_event
 from .turn import ThoughtCounter, Turn, prepare
 
 NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}  # of chats, and here
@@ -61,9 +59,7 @@ async def responses(server: Server, request: Request) -> Reply:
     turn = await _prepare(server, body, headers)
     answers = server.answers(body, [turn.prompt], turn.params, turn.name, turn.shape_name)
     writer = ResponseWriter(body, turn, answers)
-    if body.stream:
-        return server.stream(named_events(answers.pieces(), writer), headers, last=writer.last)
-    return Reply(_whole(answers, writer), JSON, headers)
+    return server.written(answers, writer, headers, is_stream=bool(body.stream))
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -145,12 +141,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, kind: {key: value for key, value in tool.items() if key != "type"}}
 
 
-async def _whole(answers: Answers, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
-    (piece,) = await answers.whole()
-    writer.take(piece)
-    yield msgspec.json.encode(writer.response())
-
-
 class ResponseWriter:
     """Makes items of the parts of an answer, and the events that tell of them. Whole responses leave the events out."""
 
@@ -175,23 +165,23 @@ class ResponseWriter:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
             is_cut = self._parser.is_in_arguments if self._kind in CALLS else self._status == "incomplete"
             self._close("incomplete" if is_cut else "completed")
-            self._tell(f"response.{self._status}", response=self.response())
+            self._tell(f"response.{self._status}", response=self.whole())
 
     def _begin(self) -> None:
         """Clients take no other event before these."""
         if not self._number:
             for name in ("created", "in_progress"):
-                self._tell(f"response.{name}", response=self.response())
+                self._tell(f"response.{name}", response=self.whole())
 
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
             return b""
         self._begin()  # a stream may have begun with a comment alone
         self._status, self._error = "failed", {"code": "server_error", "message": error.message}
-        self._tell("response.failed", response=self.response())
+        self._tell("response.failed", response=self.whole())
         return b"".join(map(named_event, self.events))
 
-    def response(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         body, params = self._body, self._turn.params
         reasoning = {"effort": None, "summary": None} | (body.reasoning or {})
         is_ended = self._status in ("completed", "incomplete")

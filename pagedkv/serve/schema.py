@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
 
+from pagedkv.checks import hint_of
 from pagedkv.engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 from .errors import ApiError, of_request
@@ -174,9 +174,8 @@ def _check_other(name: str, value: Any, known: list[str]) -> None:
 
 def _check_known(name: str, known: list[str]) -> None:
     if name not in known:
-        near = get_close_matches(name[:100], known, 1)  # in a time that grows with its length
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ApiError(400, f"there is no field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
+        text = f"there is no field {name[:100]!r}{hint_of(name, known)}"
+        raise ApiError(400, text, param=name[:100], code="unknown_parameter")
 
 
 def params_of(

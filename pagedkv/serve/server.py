@@ -22,7 +22,7 @@ from .gate import Gate
 from .metrics import Metrics
 from .model import ServedModel
 from .schema import Generation, check_stream_options, read, salt_of
-from .sse import EVENTS, JSON, Reply, event
+from .sse import EVENTS, JSON, EventWriter, Reply, event, named_events
 
 T = TypeVar("T")
 WARNING = "x-pagedkv-warning"
@@ -100,11 +100,15 @@ class Server:
         if not request.stream:
             return Reply(_whole(answers, form), JSON, headers)
         always = bool(options.continuous_usage_stats)
-        return self.stream(_events(answers, form, bool(options.include_usage), always), headers)
+        parts = _events(answers, form, bool(options.include_usage), always)
+        return Reply(parts, EVENTS, headers, keep_alive=self.keep_alive)
 
-    def stream(self, parts: AsyncGenerator[bytes, None], headers: dict[str, str], **options: Any) -> Reply:
-        """Events: see Reply."""
-        return Reply(parts, EVENTS, headers, keep_alive=self.keep_alive, **options)
+    def written(self, answers: Answers, writer: EventWriter, headers: dict[str, str], *, is_stream: bool) -> Reply:
+        """One answer, as the writer has it."""
+        if not is_stream:
+            return Reply(_written(answers, writer), JSON, headers)
+        parts = named_events(answers.pieces(), writer)
+        return Reply(parts, EVENTS, headers, last=writer.last, keep_alive=self.keep_alive)
 
     def answers(
         self, request: Generation, prompts: list[str | list[int]], params: SamplingParams, name: str,
@@ -158,6 +162,12 @@ class Form(ABC):
         if self.request.return_token_ids:
             choice |= {"token_ids": piece.token_ids, "weight_version": piece.weight_version}
         return choice
+
+
+async def _written(answers: Answers, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    (piece,) = await answers.whole()
+    writer.take(piece)
+    yield msgspec.json.encode(writer.whole())
 
 
 async def _whole(answers: Answers, form: Form) -> AsyncGenerator[bytes, None]:

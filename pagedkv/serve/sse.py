@@ -28,11 +28,16 @@ def named_event(value: dict[str, Any]) -> bytes:
 
 
 class EventWriter(Protocol):
-    """Makes events of pieces of an answer."""
+    """Makes events of pieces of an answer, and the whole of it."""
 
     events: list[dict[str, Any]]  # that have not been sent
 
     def take(self, piece: Any) -> None: ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+    def last(self, error: ApiError | None) -> bytes:
+        """See Reply."""
 
 
 async def named_events(pieces: AsyncGenerator[list[Any], None], writer: EventWriter) -> AsyncGenerator[bytes, None]:

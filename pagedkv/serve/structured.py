@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
+from pagedkv.checks import hint_of
 from pagedkv.engine.structured_outputs import StructuredOutputsParams
 
 from .errors import ApiError, of_request
@@ -31,9 +31,8 @@ def shape_of(request: Generation) -> StructuredOutputsParams | None:
         return None
     for name in given:
         if name not in KNOWN:
-            near = get_close_matches(name[:100], KNOWN, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ApiError(400, f"structured_outputs has no {name[:100]!r}{hint}", param="structured_outputs")
+            text = f"structured_outputs has no {name[:100]!r}{hint_of(name, KNOWN)}"
+            raise ApiError(400, text, param="structured_outputs")
     return _checked(**given)
 
 

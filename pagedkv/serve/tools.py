@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .custom import function_of
+from .custom_tools import function_of
 from .errors import ApiError
 from .formats import THINK, THINK_END, CallFormat
 

@@ -13,7 +13,7 @@ from pagedkv.engine.requests.prompts import ids_of
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text.messages import parse_arguments
 
-from .custom import plain_call
+from .custom_tools import plain_call
 from .errors import ApiError, renamed
 from .formats import THINK, THINK_END, CallFormat
 from .model import ServedModel

@@ -7,7 +7,6 @@ can have the memory that it gives back.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from pagedkv import BlockManager, Tensor, ops
 from pagedkv.checks import check_int
 from pagedkv.models.spec import Spec
+from pagedkv.models.weight_memory import total_memory
 from pagedkv.ops import ElasticBuffer
 from pagedkv.parallel.ring import Kind
 
@@ -59,9 +59,7 @@ class KVCaches:
 
     def _most_blocks(self) -> int:
         """How many pages the whole memory of the device would hold."""
-        if self.device == "cpu":
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.page_bytes
-        return ops.memory_info(self.device)[1] // self.page_bytes
+        return total_memory(self.device) // self.page_bytes
 
     def _empty(self, num_blocks: int, device: str, *, is_pinned: bool = False) -> Layers:
         shape = num_blocks, *self._page_shape
@@ -154,18 +152,8 @@ def pages_on_cpu(max_model_len: int, max_num_seqs: int, block_size: int, bytes_p
     """The pages that max_num_seqs sequences of max_model_len need: at most 4 GiB and a quarter of the machine's memory,
     but at least one sequence's."""
     pages_of_one = -(-max_model_len // block_size)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    affordable = min(DEFAULT_KV_CACHE_MEMORY, machine // 4) // bytes_per_page
+    affordable = min(DEFAULT_KV_CACHE_MEMORY, total_memory("cpu") // 4) // bytes_per_page
     return max(min(pages_of_one * max_num_seqs, affordable), pages_of_one)
-
-
-def checked_blocks(num_blocks: int, gpu_memory_utilization: float, bytes_per_page: int) -> int:
-    """The number of pages that a GPU has room for. MemoryError where that is none."""
-    if num_blocks < 1:
-        raise MemoryError(
-            f"gpu_memory_utilization={gpu_memory_utilization} leaves no room for a page of {bytes_per_page} bytes"
-        )
-    return num_blocks
 
 
 def num_blocks_of(num_blocks: int | None, kv_cache_memory: int | None, caches: KVCaches) -> int:

@@ -68,18 +68,15 @@ class Sequence:
         self.end_ids = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt = array("i", prompt)
         self.new_tokens: list[int] = []  # what was sampled, as far as the host knows
-        self.num_prompt_tokens = self.num_tokens = len(self.prompt)
+        self.num_prompt_tokens = len(self.prompt)
         self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
         self.max_num_tokens = self.num_prompt_tokens + max_tokens
-        self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
-        self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
-        self.is_swapped = False  # its KV is in host pages
+        self._forget_pages()
         self.source = 0  # the row of the last step in which its newest token was sampled
         self.draft: Any = None  # what is kept of it to guess its next tokens
         self.num_cached = -1  # prefix hits at the first admission; -1: not admitted yet
         self.num_preemptions = 0
         self.preempted_for = ""  # the reason of the last preemption
-        self.retry_step = 0  # not worth an attempt to admit before this step
         self.siblings: list[Sequence] = []  # other answers to the prompt, which are to be forked from it
         self.detokenizer: Detokenizer | None = None  # where its text is needed while it grows
         self.bad_words: list[list[int]] = []  # texts that it must not contain, as token ids
@@ -90,9 +87,8 @@ class Sequence:
         self.is_end_sent = False  # the caller has an Update of it
         self.stop_reason: int | str | None = None  # the token of stop_token_ids or the stop string that ended it
         self.error: Exception | None = None
-        self.num_logprobs = params.logprobs  # best tokens to report besides each new one; None: nothing
-        if params.num_sequences > params.n and self.num_logprobs is None:
-            self.num_logprobs = 0  # the best answers are chosen by log probability
+        # Best tokens to report besides each new one; None: nothing. The best answers are chosen by log probability.
+        self.num_logprobs = 0 if params.logprobs is None and params.num_sequences > params.n else params.logprobs
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
@@ -168,10 +164,16 @@ class Sequence:
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens:
             # Steps that were lost may have computed some of the prompt: it must be computed once more.
             self.prompt_logprobs, self.salt = [None], private_salt(self.salt)
-        self.num_tokens = self.num_known
-        self.num_computed = self.num_in_pages = self.retry_step = 0
-        self.is_swapped = False
+        self._forget_pages()
         self._drop_logprobs()
+
+    def _forget_pages(self) -> None:
+        """All that the host knows is to be computed."""
+        self.num_tokens = self.num_known
+        self.num_computed = 0  # tokens whose KV is computed by the steps planned so far
+        self.num_in_pages = 0  # tokens that the block manager has room for; 0: it holds no page
+        self.is_swapped = False  # its KV is in host pages
+        self.retry_step = 0  # not worth an attempt to admit before this step
 
     def _drop_logprobs(self) -> None:
         """Drops what was reported of a token that was not taken then."""

@@ -54,14 +54,10 @@ class PagedKVMetadataBuilder(interface.AttentionMetadataBuilder):  # type: ignor
         if isinstance(common.causal, torch.Tensor):
             raise NotImplementedError(f"causal: {NAME} takes one bool for the whole batch, not one for each request")
         return PagedKVMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            causal=common.causal,
-        )
+            num_actual_tokens=common.num_actual_tokens, max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping, causal=common.causal,
+        )  # fmt: skip
 
 
 class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
@@ -149,17 +145,10 @@ class PagedKVImpl(interface.AttentionImpl):  # type: ignore[misc]
             num_splits=self.num_splits,
         )
         ops.paged_attention_fwd(
-            *tensors,
-            **options,
-            plan=self.plan(batch, tensors, options),
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            *tensors, **options, plan=self.plan(batch, tensors, options), softmax_scale=self.scale,
+            softcap=self.softcap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, k_scale=k_scale, v_scale=v_scale,
             out=output[:num_tokens],
-        )
+        )  # fmt: skip
         return output
 
     def plan(self, batch: PagedKVMetadata, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> torch.Tensor:

@@ -137,7 +137,9 @@ def test_dummy_weights(folder):
 # --- refused
 
 
-@pytest.mark.parametrize("value, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), (9, NotImplementedError)])
+@pytest.mark.parametrize(
+    "value, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), (9, ValueError)]
+)
 def test_bad_numbers(folder, value, error):
     with nothing_left(), pytest.raises(error, match=f"tensor_parallel_size is {value}"):
         LLM(folder, tensor_parallel_size=value, **OPTIONS)

@@ -27,7 +27,7 @@ LOWEST = {
     "max_loras": 1, "max_lora_rank": 1, "tensor_parallel_size": 1,
     "block_size": 1, "swap_space": 0, "num_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": -(2**63)
 }  # fmt: skip
-HIGHEST = {"max_num_seqs": 2**20}
+HIGHEST = {"max_num_seqs": 2**20, "tensor_parallel_size": 8}
 
 
 @dataclass(kw_only=True)
@@ -40,8 +40,8 @@ class EngineOptions:
         load_format: "auto": the safetensors of the folder; "dummy": random weights, to measure speed
         dtype: of weights, activations and KV: "auto" (what config.json says), "float32", "float16" or "bfloat16", or
             one of these as PyTorch or NumPy has it
-        quantization: of the weights of all products but the head's: None: as the checkpoint has them; "fp8": 16-bit
-            ones become float8_e4m3fn with a scale for each block of 128 x 128 while they are loaded
+        quantization: None: weights are as the checkpoint has them; "fp8": those of 16 bits become float8_e4m3fn with a
+            scale for each block of 128 x 128 while they are loaded, but for those of the head and of routers
         kv_cache_dtype: "auto" (dtype) or "fp8" (float8_e4m3fn without scales): half the memory, and half the time that
             a GPU's decode spends reading it
         block_size: tokens per page; prompts share whole pages of their cache. With pages of 256 a GPU is 0.5 to 1 %
@@ -56,8 +56,8 @@ class EngineOptions:
         batch_invariant: the bits of a token depend on its request alone, whatever else runs, however its prompt is
             cut, and whether its prefix was cached, it was preempted, or its steps were graphs. Steps take longer: see
             docs/engine.md
-        swap_space: bytes of host memory for the KV of preempted sequences; what does not fit there is computed again.
-            0: all of it is
+        swap_space: bytes of host memory for the KV of preempted sequences; KV that does not fit there is computed
+            again. 0: all KV is
         max_num_seqs: sequences that run (hold pages) at a time; None: 256 on a GPU, 64 on the CPU, and no more than a
             given max_num_batched_tokens
         max_num_batched_tokens: tokens computed in a step: prompts are cut into chunks to fit; None: 16,384 on a GPU,
@@ -70,8 +70,8 @@ class EngineOptions:
             their own then, two more a layer
         max_loras: how many adapters the requests that run may have at a time, and how many the device holds; None: 1
         max_lora_rank: the highest rank of an adapter; memory is allocated for max_loras of it. None: 16
-        tensor_parallel_size: ranks: processes with a GPU each, the first of which is this process's, that have a share
-            of the weights and of the KV cache each, and compute every step together: see docs/parallel.md
+        tensor_parallel_size: how many processes, at most 8, compute every step together, each with a GPU and a share of
+            the weights and of the KV cache. This process is the first one: see docs/parallel.md
         logprobs_mode: "raw_logprobs": log probabilities are those before temperature, penalties, filters and masks
         speculative_config: who guesses the next tokens of requests, so that one step gives several of them; guesses
             that are wrong cost a little time, and none changes an answer. A dict, or JSON of one: "method": "suffix"

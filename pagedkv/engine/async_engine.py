@@ -177,7 +177,7 @@ class AsyncEngine(EngineClient):
         return await asyncio.wrap_future(self.engine._core.ask(partial(self.engine._book.explain, request_id)))
 
     async def control(self, name: str, *args: Any, **options: Any) -> Any:
-        """As Engine's method of this name, in another thread."""
+        """Calls the method of Engine that has this name, one of control.CALLS, in another thread."""
         return await asyncio.wrap_future(call_later(self.engine, name, args, options))
 
     def stats(self) -> EngineStats:

@@ -75,6 +75,7 @@ class Control(WeightUpdates):
         self._core.call(partial(self._core.release, "pause"))
 
     def is_paused(self) -> bool:
+        """True from the return of pause() until resume(). An engine that only sleeps is not paused."""
         return "pause" in self._core.holds
 
     # --- sleep

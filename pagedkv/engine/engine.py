@@ -101,7 +101,7 @@ class Engine(Control):
         """Queues a request, whose outputs step() returns, and returns its id.
 
         Args:
-            prompt: a text, or token ids
+            prompt: a text, token ids, or a dict with "prompt" (a text) or "prompt_token_ids"
             request_id: a string that no unfinished request has; None: a number
             lora_request: the adapter that it is computed with, of an engine with enable_lora; None: none
             priority: requests of lower priority values are served first, and take the places of those of higher ones

@@ -63,7 +63,7 @@ def checks_names(cls: type[T]) -> type[T]:
 class SamplingParams:
     """Frozen; a wrong value raises at once. Names and meanings are those of vLLM and of pagedkv.ops.sample.
 
-    None is the default of every option, but for max_tokens: there it is as many tokens as fit.
+    An option that is None has its default, but for max_tokens: there None is as many tokens as fit.
 
     Args:
         n: how many answers, at most 16,384; they share the prompt's computation and its pages

@@ -164,7 +164,13 @@ async def _answer(ask: Callable[..., Any], *args: Any) -> Any:
 def ray_router(
     model: str | os.PathLike[str], num_replicas: int, *, num_cpus: int = 1, start_seconds: float = 600, **options: Any
 ) -> Router:
-    """A Router over so many RayReplicas. All machines need the model's folder, under the same path."""
+    """A Router over so many RayReplicas, with the options of Engine.
+
+    Args:
+        model: a name on the Hugging Face hub, or a folder that all machines have under the same path
+        num_cpus: cores that each replica reserves
+        start_seconds: how long each waits for its cores and GPUs; then entering the router raises RuntimeError
+    """
     count = check_int("num_replicas", num_replicas, 1, 4096)
     replicas = [RayReplica(model, num_cpus=num_cpus, start_seconds=start_seconds, **options) for _ in range(count)]
     of_folder = {name: options[name] for name in ("revision", "quantization") if name in options}

@@ -48,7 +48,7 @@ class Replica(Protocol):
 
 
 class EngineReplica(Replica):
-    """An AsyncEngine in this process, on a device of its own. It is made by start(), with the options of Engine."""
+    """An AsyncEngine in this process, on a device of its own. start() makes it, with the options of Engine."""
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self._model, self._options = model, options
@@ -64,7 +64,7 @@ class EngineReplica(Replica):
 
     @property
     def has_died(self) -> bool:
-        """Whether there is an engine, which can serve nothing any more."""
+        """Whether start() has made an engine that can serve nothing any more."""
         try:
             return self._engine is not None and self._living() is None
         except ReplicaDied:

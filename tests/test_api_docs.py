@@ -15,6 +15,7 @@ import pytest
 
 import pagedkv
 from pagedkv import ops
+from pagedkv.engine import CompletionOutput, EngineCounters, EngineStats, RequestMetrics, RequestOutput
 
 TOOL = Path(__file__).parent.parent / "tools" / "api_docs.py"
 SAME_ARGUMENTS = {  # these explain only what is their own
@@ -53,8 +54,8 @@ def test_every_argument_is_explained(name):
 def test_every_option_of_a_class_is_explained():
     options = {each for each in inspect.signature(pagedkv.BlockManager).parameters if each[0] != "_"}
     assert explained(pagedkv.BlockManager.__doc__) == options
-    options = {field.name for field in dataclasses.fields(pagedkv.SamplingParams) if field.init}
-    assert explained(pagedkv.SamplingParams.__doc__) == options
+    for kind in (pagedkv.SamplingParams, RequestOutput, CompletionOutput, RequestMetrics, EngineCounters, EngineStats):
+        assert explained(kind.__doc__) == {field.name for field in dataclasses.fields(kind) if field.init}, kind
     options = set(inspect.signature(pagedkv.Engine).parameters)
     assert explained(pagedkv.Engine.__doc__) == options
 

@@ -15,27 +15,43 @@ from .traffic import Traffic
 # These three are not frozen: one of each is made for every streamed token, and frozen ones take three times as long.
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds since the call that made the request."""
+    """Times of a request, in seconds since the call that made it.
+
+    Args:
+        time_to_first_token: None until there is one
+        total_time: until this output
+        queue_time: until the first step that computed tokens of the request; None until then
+        num_preemptions: how often it gave way to others
+    """
 
     time_to_first_token: float | None
-    total_time: float  # until this output
-    queue_time: float | None  # until the first step that computed tokens of it
+    total_time: float
+    queue_time: float | None
     num_preemptions: int
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, or its new part."""
+    """One answer, or its new part.
 
-    index: int  # which of the request's n answers
-    text: str | None  # without the stop string, unless that is asked for; None without a tokenizer
-    token_ids: list[int]  # as sampled, the end-of-sequence token included
-    cumulative_logprob: float | None  # the sum over all tokens so far, where SamplingParams.logprobs asks
-    # Where SamplingParams.logprobs asks: for each of token_ids its log probability and those of the most likely tokens,
-    # by id. They are natural logarithms of the softmax of the logits before all options.
+    Args:
+        index: which of the request's n answers
+        text: without the stop string, unless that is asked for; None without a tokenizer
+        token_ids: as sampled, the end-of-sequence token included
+        cumulative_logprob: the sum over all tokens so far; None unless SamplingParams.logprobs asks
+        logprobs: for each of token_ids its log probability and those of the most likely tokens, by id: natural
+            logarithms of the softmax of the logits before all options. None unless SamplingParams.logprobs asks
+        finish_reason: "stop", "length", "abort" or "error"; None: more tokens come
+        stop_reason: the token of stop_token_ids or the stop string that ended the answer
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    cumulative_logprob: float | None
     logprobs: list[dict[int, float]] | None
-    finish_reason: str | None  # "stop", "length", "abort" or "error"; None: more tokens come
-    stop_reason: int | str | None  # the token of stop_token_ids or the stop string that ended it
+    finish_reason: str | None
+    stop_reason: int | str | None
 
 
 @dataclass(slots=True)
@@ -43,20 +59,31 @@ class RequestOutput:
     """The output of a finished request or, where it is streamed, of one on its way.
 
     text, token_ids, logprobs and finish_reason are those of the first answer.
+
+    Args:
+        request_id: that of add_request(), or a number
+        prompt: the text; None where token ids were given
+        prompt_token_ids: the prompt as token ids
+        prompt_logprobs: for each token of the prompt but the first (None) what CompletionOutput.logprobs has for new
+            ones; None unless SamplingParams.prompt_logprobs asks
+        outputs: all n answers; where the request is streamed, those with new tokens
+        finished: whether this is the last output
+        error: why this request failed; others go on
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission
+        metrics: times
+        weight_version: of the weights that computed the last token: see Engine.update_weights
     """
 
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None
     prompt_token_ids: list[int]
-    # Where SamplingParams.prompt_logprobs asks: for each token of the prompt but the first (None) what
-    # CompletionOutput.logprobs has for new ones.
     prompt_logprobs: list[dict[int, float] | None] | None
-    outputs: list[CompletionOutput]  # all n; where the request is streamed, those with new tokens
+    outputs: list[CompletionOutput]
     finished: bool
-    error: Exception | None  # why this request failed; others go on
-    num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
+    error: Exception | None
+    num_cached_tokens: int
     metrics: RequestMetrics
-    weight_version: int | str = 0  # of the weights that the last token was computed with: see Engine.update_weights
+    weight_version: int | str = 0
 
     @property
     def text(self) -> str | None:
@@ -91,32 +118,46 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a text: the last hidden state of its last token. See LLM.embed."""
+    """The vector of a text: the last hidden state of its last token. See LLM.embed.
+
+    `embedding` is float32 [hidden_size], and empty where there is an `error`. The rest is as in RequestOutput.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    embedding: np.ndarray  # float32 [hidden_size]; empty where there is an error
+    embedding: np.ndarray
     error: Exception | None
     num_cached_tokens: int
-    weight_version: int | str = 0  # as RequestOutput's
+    weight_version: int | str = 0
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Sums over the life of an engine. A step that computes any part of a prompt counts as a prefill step."""
+    """Sums over the life of an engine. A step that computes any part of a prompt counts as a prefill step.
+
+    Args:
+        num_steps: all steps
+        prefill_tokens, prefill_seconds: tokens of prompts, or computed again after a preemption, in prefill steps
+        decode_tokens, decode_seconds: tokens sampled in the other steps
+        host_seconds: planning steps and taking results on the host, without launches and waits
+        num_drafts: speculation: how often a request had guesses in a step
+        num_draft_tokens, num_accepted_tokens: all guesses, and those that were right
+        peak_used_blocks: the most pages in use
+        peak_shared_blocks: the most pages that two or more sequences used at once
+    """
 
     num_steps: int = 0
-    prefill_tokens: int = 0  # of prompts, or computed again after a preemption, in prefill steps
+    prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    decode_tokens: int = 0  # tokens sampled in the other steps
+    decode_tokens: int = 0
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0  # of the host: planning steps and taking results, without launches and waits
-    num_drafts: int = 0  # speculation: how often a request had guesses in a step, ...
-    num_draft_tokens: int = 0  # ... all guesses, ...
-    num_accepted_tokens: int = 0  # ... and those that were right
+    host_seconds: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     peak_used_blocks: int = 0
-    peak_shared_blocks: int = 0  # pages that two or more sequences used at once
+    peak_shared_blocks: int = 0
 
     def copy(self) -> EngineCounters:
         return replace(self)
@@ -135,18 +176,28 @@ def percentiles(values: deque[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of an engine. Times are in seconds: percentiles p50, p90, p99 of the last 4,096 answers."""
+    """A snapshot of an engine. Times are in seconds: percentiles p50, p90, p99 of the last 4,096 answers.
 
-    num_running: int  # answers that hold pages
+    Args:
+        num_running, num_waiting: answers that hold pages, and that wait
+        num_finished, num_preemptions: since the start
+        counters: sums since the start
+        pool: see BlockManager.stats()
+        time_to_first_token, queue_time: since the call that made the request
+        time_per_token: of the tokens after the first
+        traffic: sums and histograms since the start
+    """
+
+    num_running: int
     num_waiting: int
-    num_finished: int  # since the start, and so are ...
+    num_finished: int
     num_preemptions: int
     counters: EngineCounters
-    pool: dict[str, int]  # see BlockManager.stats()
+    pool: dict[str, int]
     time_to_first_token: dict[str, float]
-    time_per_token: dict[str, float]  # of the tokens after the first
+    time_per_token: dict[str, float]
     queue_time: dict[str, float]
-    traffic: Traffic = field(default_factory=Traffic)  # sums and histograms since the start
+    traffic: Traffic = field(default_factory=Traffic)
 
     def _repr_html_(self) -> str:
         """The figures as a table, for a notebook."""

@@ -37,11 +37,15 @@ Mask = Callable[[MaskRequest, list[int]], Any]
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of an unfinished request hold."""
+    """What the outputs of an unfinished request hold.
 
-    CUMULATIVE = 0  # all of its text and tokens so far, after every step that adds to them
-    DELTA = 1  # what is new after the output before
-    FINAL_ONLY = 2  # there are none: one output at the end
+    CUMULATIVE: all text and tokens so far, after every step that adds to them. DELTA: what is new since the output
+    before. FINAL_ONLY: there is one output, at the end.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def checks_names(cls: type[T]) -> type[T]:

@@ -16,11 +16,14 @@ OF_CUDA_MALLOC = b"c"  # before torch's handles: a version, and this where it is
 
 @dataclass(frozen=True)
 class IpcTensor:
-    """Contiguous, complete, and there until it was read.
+    """A contiguous, complete tensor that another process has on a GPU of this machine, and keeps until it was read.
 
-    handle: a cudaIpcMemHandle_t, as bytes; dtype: its name; offset: bytes from where the handle points; device: that of
-    this process. Of a tensor `t` of torch, `t.untyped_storage()._share_cuda_()` has the handle in the second place and
-    an offset in the fourth, to which `t.storage_offset() * t.itemsize` is added.
+    Args:
+        handle: a cudaIpcMemHandle_t, as bytes. Of a tensor `t` of torch, `t.untyped_storage()._share_cuda_()` has it in
+            the second place, and an offset in the fourth, to which `t.storage_offset() * t.itemsize` is added
+        shape, dtype: its shape, and its dtype by name
+        offset: bytes from where the handle points
+        device: the GPU, as this process calls it
     """
 
     handle: bytes

@@ -28,7 +28,7 @@ OF_GROUP = "group"  # the kind of a report of a rank that has waited for another
 
 
 class RankError(RuntimeError):
-    """A rank of an engine has failed, and so the engine has."""
+    """A rank of an engine has failed, and the engine with it. It serves nothing any more: make another one."""
 
 
 class Watch:

@@ -38,16 +38,17 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "    window_size: (left, right), keys seen on either side of a query's own position; -1 is unbounded.\n"
     "    softcap: c > 0 makes every logit c * tanh(logit / c).\n"
     "    alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads] float32: -slope * distance on the logits.\n"
-    "    sinks: [num_q_heads] float32, a logit that joins the softmax and has no value; of parts that\n"
-    "        are merged later, give it to one.\n"
+    "    sinks: [num_q_heads] float32, a logit that joins the softmax and has no value. Where parts are merged later,\n"
+    "        give it to one of them only.\n"
     "    k_scale, v_scale: of a float8_e4m3fn cache, which holds x / scale: None (1), a float, or float32 of shape\n"
     "        [1], [num_kv_heads] or [num_seqs, num_kv_heads].\n"
     "    num_splits: parts in which the keys of a sequence are done in parallel. 0 chooses; a number (the most parts)\n"
-    "        fixes the order of additions whatever the batch. The CPU does a sequence's keys in parts of 1,024 by\n"
-    "        whatever number, so that its results never depend on the batch.\n"
+    "        fixes the order of additions whatever the batch. On the CPU parts have 1,024 keys, whatever the number\n"
+    "        is, so results never depend on the batch.\n"
     "    batch_invariant: True makes a query's bits depend on that query and the keys that it sees alone: not on the batch,\n"
     "        nor on the queries and the number of keys of its own sequence. So a prompt may be cut anywhere. All queries\n"
-    "        take the way of decode then, one part a sequence: prompts take longer, and so does a long context alone.\n"
+    "        are then computed as those of decodes, and no sequence is cut into parts: prompts take longer, and so does\n"
+    "        a long context alone.\n"
     "    plan: what plan_attention returned for the same shapes and lengths; None: this call makes its own.\n"
     "    past_is_constant: True promises that since the last copy or graph launch on the stream nothing has written\n"
     "        block_tables, or keys and values in front of the queries' own. With a plan, CUDA then reads them while\n"
@@ -56,9 +57,9 @@ const char py_paged_attention_fwd_doc[] = PyDoc_STR(
     "\n"
     "Returns:\n"
     "    out, or (out, lse). lse is [num_q_heads, num_tokens] float32: the natural log of the sum of the exponentials\n"
-    "        of the logits. A row that sees no key gives 0, and -inf or, with sinks, its head's\n"
-    "        sink. inf and NaN in a key reach no query that does not see it. Those in a value do not on the CPU; CUDA\n"
-    "        multiplies by 0, and may give NaN to other queries of the same sequence.\n" PY_DOC_RAISES
+    "        of the logits. A row that sees no key gives 0, and -inf or, with sinks, its head's sink. inf and NaN in a\n"
+    "        key reach no query that does not see it. On the CPU the same holds for values; CUDA multiplies those by 0,\n"
+    "        which may give NaN to other queries of the same sequence.\n" PY_DOC_RAISES
     "        A page out of range is a ValueError on the CPU; CUDA masks its keys and records it for check_errors().\n");
 PY_OP(paged_attention_fwd, BATCH, P(OPTIONAL_DOUBLE, softmax_scale), P_AS(BOOL, causal, is_causal),
       P_AS(PAIR, window_size, window), P(DOUBLE, softcap), P(OPTIONAL, alibi_slopes), P(OPTIONAL, sinks),

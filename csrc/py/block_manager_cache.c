@@ -34,8 +34,8 @@ const char py_bm_explain_doc[] =
     "explain($self, token_ids, *, salt=b'')\n--\n\n"
     "What the prefix cache holds of a prompt, and why it is not more. A dict: num_tokens, hit_tokens and pending_tokens\n"
     "(see match), reason (a sentence), and evictions_since: how many pages were evicted after the next one was; None\n"
-    "where that is not the reason. At least as many evictions are remembered as there are pages. Whose the other\n"
-    "salt is stays unsaid. O(pages of the prompt), times the number of salts where the page was not evicted.";
+    "where that is not the reason. At least as many evictions are remembered as there are pages. The other\n"
+    "salt is not told. O(pages of the prompt), times the number of salts where the page was not evicted.";
 PyObject *py_bm_explain(PY_FASTCALL)
 {
     PY_BIND(py_state_of(self), BlockManager_explain);

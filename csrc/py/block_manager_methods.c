@@ -166,7 +166,7 @@ CHANGE(truncate, false)
 const char py_bm_free_doc[] =
     "free($self, seq_id)\n--\n\n"
     "Ends a sequence, swapped out or not. Its full computed pages stay cached until they are needed for something\n"
-    "else: see eviction; a sequence's end goes before its start.";
+    "else: see eviction; a sequence's last pages go before its first ones.";
 CHANGE(free, false)
 
 const char py_bm_free_batch_doc[] = "free_batch($self, seq_ids)\n--\n\nfree for several sequences, all or none.";

@@ -164,10 +164,10 @@ PyDoc_STRVAR(
     "A Tensor over the buffer's first bytes, contiguous; it keeps the buffer alive.\n\n"
     "shape, dtype: as of empty(). While it lives, the buffer does not shrink below it (BufferError); where it is larger\n"
     "than `size`: ValueError.\n"
-    "reserved: of addresses, whether they have memory or not: it may be as large as the capacity and does not keep the\n"
-    "buffer from shrinking. Whoever uses it sees to it that nothing beyond `size` is touched, which is a SIGSEGV on the\n"
-    "CPU and a CudaError that ends all work of this process on a GPU. A KV cache wants it: shape it for all pages there\n"
-    "can be, and Graphs captured with it stay right at every size as long as no block table names a page beyond.");
+    "reserved: True: of addresses, whether they have memory or not. The tensor may be as large as the capacity, and the\n"
+    "buffer may shrink below it. The caller must not touch anything beyond `size`, which is a SIGSEGV on the CPU and a\n"
+    "CudaError that ends all work of this process on a GPU. It is for a KV cache: shape it for all pages there can be,\n"
+    "and Graphs captured with it stay right at every size as long as no block table names a page beyond.");
 static PyObject *elastic_tensor(PY_FASTCALL)
 {
     enum { SHAPE, DTYPE, RESERVED };

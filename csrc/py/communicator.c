@@ -55,7 +55,7 @@ PyDoc_STRVAR(
     "    way: how an all_reduce of GPUs goes, for tests and measurements; no bit depends on it. \"one-shot\": every rank\n"
     "        sends x to all others; \"two-shots\": a part of x to each, and that part's sum back; \"simple\": a gather and a\n"
     "        sum; \"auto\": the faster one of the first two.\n"
-    "    memory: where what GPUs send each other lies. \"auto\": on the GPUs if each reaches the others' memory, else on\n"
+    "    memory: where the data lies that GPUs send each other. \"auto\": on the GPUs if each reaches the others' memory, else on\n"
     "        the host, which is slower, with the same bits; \"host\": there.\n"
     "    join_timeout: seconds that the constructor waits for all ranks to come.\n\n"
     "Raises:\n"

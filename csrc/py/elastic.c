@@ -128,7 +128,7 @@ static int resize_range(PyObject *object, size_t bytes)
 PyDoc_STRVAR(
     resize_doc,
     "resize($self, num_bytes, /)\n--\n\n"
-    "There is memory for the first `num_bytes`, rounded up to the granularity, and for no more.\n\n"
+    "Gives memory to the first `num_bytes`, rounded up to the granularity, and to no more.\n\n"
     "What was there stays, at the same address; new memory is not initialised. Shrinking gives memory back to the system;\n"
     "on a GPU it waits for all work of this process first. All or nothing: an error changes nothing.\n"
     "MemoryError: the device has no more. ValueError: negative, or more than the capacity. BufferError: less than a\n"

@@ -42,8 +42,8 @@ const char py_linear_doc[] = PyDoc_STR(
     "        same; a broken promise may read old weights.\n"
     "    quantize_x: True allows many rows to be rounded to float8 where the weight is float8, with a scale for each row,\n"
     "        or for each 128 neighbours of a row, as the weight has them: a Hopper GPU multiplies them twice as fast. The\n"
-    "        error is then that of 4 bits, 2 to 3 % of a product's deviation. Checkpoints with dynamic activations want\n"
-    "        it. Not with batch_invariant, which takes x as it is.\n"
+    "        error is then that of 4 bits, 2 to 3 % of a product's standard deviation. Checkpoints with dynamic activations\n"
+    "        want it. With batch_invariant it has no effect.\n"
     "    batch_invariant: True makes the bits of a row of out depend on its row of x alone: not on how many rows there are,\n"
     "        nor on the others. One kernel then answers for any number of rows: on a Hopper GPU that of 9 to 112 rows,\n"
     "        elsewhere that of few rows, again and again. Give x_squares to all calls of a product or to none.\n" PY_DOC_OUT

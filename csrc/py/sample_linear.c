@@ -34,9 +34,9 @@ PY_OP(sample_linear, P(FACTOR, x), P_WEIGHT, P_AS(TENSOR, temperatures, sample.t
 const char py_linear_candidates_doc[] = PyDoc_STR(
     "linear_candidates($module, x, weight, temperatures, seeds, positions, first_token, *, logits, "
     "weight_scales=None, weight_zeros=None, weight_block=None, weight_is_constant=False, batch_invariant=False, out=None, stream=None)\n--\n\n"
-    "The same of a head whose tokens are divided among ranks: the best token of each row among those that weight has,\n"
-    "with its key, in one word. The greatest word of all ranks has the token that sample_linear takes of all tokens:\n"
-    "sample_candidates.\n"
+    "sample_linear of a head whose tokens are divided among ranks: the best token of each row among those that weight\n"
+    "has, with its key, in one word. The greatest word of all ranks has the token that sample_linear takes of all tokens;\n"
+    "sample_candidates finds it.\n"
     "\n"
     "Args:\n"
     "    x, temperatures, seeds, positions: see sample_linear; the same on every rank.\n"

@@ -35,7 +35,9 @@ def add(commands: Commands) -> None:
     serve.add_argument("model", help=MODEL_HELP)
     where = serve.add_argument_group("server")
     where.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at, or a name, for all it has (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at, or a name, which is all its addresses (default: %(default)s)",
     )
     where.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of host and port")

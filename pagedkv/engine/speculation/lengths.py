@@ -3,7 +3,7 @@
 A guess is right if all before it in its sequence are, and it is, too: the j-th with the chance p**j, where p is what
 was measured of the sequence. So the best guesses of a batch are those of the greatest p**j. With the n best ones a step
 gives (sequences + sum of their chances) tokens, in the time that steps of so many rows have taken. The n with the most
-tokens a second is taken, if that is more than without guesses.
+tokens a second is taken, if that is MARGIN times as many as without guesses.
 """
 
 from __future__ import annotations

@@ -82,6 +82,16 @@ def test_times_follow_and_are_forgotten():
     assert times.guessing(1, 63)[6] == pytest.approx(times.plain(1) + 7 * slope)  # it is tried again
     times.add(1, 8, 4.0)
     assert times.guessing(1, 63)[6] == 4.0  # what was forgotten has no part in it
+    times.add(1, 8, 1.5)
+    assert times.plain(1) == pytest.approx(3.0)  # as 3.75, with all measurements, is the time of the eight
+    times.add(2, 2, 3.0)
+    times.add(2, 8, 2.0)
+    assert times.plain(2) is None  # fewer rows do not take longer
+    times.add(2, 2, 1.0)
+    for _ in range(FORGET_AFTER):
+        assert times.plain(2) == 1.0
+        times.add(2, 8, 2.0)
+    assert times.plain(2) is None  # it is measured again
 
 
 def test_luck_is_not_believed(seed):

@@ -9,7 +9,6 @@ tokens a second is taken, if that is MARGIN times as many as without guesses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,21 +18,9 @@ WEIGHT = 0.1  # of a new measurement
 MARGIN = 1.1
 OUTLIER = 2.0  # a step counts as this many times the time before at most
 FORGET_AFTER = 4_000  # steps: the context has grown, or the card was busy then
-# Steps with guesses, which are believed to win until then, after which one without is measured anew: the last time may
-# have been an accident. So many at first, then twice as many each time, at most.
-RENEW_AFTER = 16, 1024
 # What as many rows more as there are sequences cost, as a share of a step without guesses, until that is measured. So a
 # few guesses are tried before many.
 EXPECTED = 0.1
-
-
-@dataclass(slots=True)
-class Plain:
-    """A step without guesses."""
-
-    seconds: float
-    num_more: int  # steps with guesses before it is measured anew, of ...
-    of: int
 
 
 class StepTimes:
@@ -45,46 +32,38 @@ class StepTimes:
         self._class = np.array([0] + [round(2 * math.log2(n)) for n in range(1, max_num_rows + 1)])
         # By class, and one more: its first number of rows.
         self._firsts = np.searchsorted(self._class, np.arange(self._class[-1] + 2)).tolist()
-        self._plain: dict[int, Plain] = {}
-        self._guessing: dict[tuple[int, int], tuple[float, int]] = {}  # seconds, and when they were measured
+        # By the classes of sequences and rows (None: without guesses): seconds, and when they were measured.
+        self._times: dict[tuple[int, int | None], tuple[float, int]] = {}
         self._num_steps = 0
 
     def add(self, num_seqs: int, num_rows: int, seconds: float) -> None:
         """A step that had guesses if it had more rows than sequences."""
         self._num_steps += 1
-        of_seqs, of_rows = int(self._class[num_seqs]), int(self._class[num_rows])
-        known = self._plain.get(of_seqs)
-        if num_rows == num_seqs:
-            if known is None or not known.num_more:
-                after = RENEW_AFTER[0] if known is None else min(2 * known.of, RENEW_AFTER[1])
-                self._plain[of_seqs] = Plain(seconds, after, after)
-            else:
-                known.seconds = blend(known.seconds, seconds)
-        else:
-            if known is not None:
-                known.num_more = max(known.num_more - 1, 0)
-            before = self._known((of_seqs, of_rows))
-            self._guessing[of_seqs, of_rows] = blend(before, seconds), self._num_steps
+        of_seqs = int(self._class[num_seqs])
+        of_rows = int(self._class[num_rows]) if num_rows > num_seqs else None
+        seconds = blend(self._known(of_seqs, of_rows), seconds)
+        self._times[of_seqs, of_rows] = seconds, self._num_steps
+        if (self._known(of_seqs, None) or 0.0) > MARGIN * seconds:  # more rows take no less: that was an accident
+            del self._times[of_seqs, None]
 
-    def _known(self, key: tuple[int, int]) -> float | None:
-        seconds, when = self._guessing.get(key, (0.0, -FORGET_AFTER))
+    def _known(self, of_seqs: int, of_rows: int | None) -> float | None:
+        seconds, when = self._times.get((of_seqs, of_rows), (0.0, -FORGET_AFTER))
         return seconds if self._num_steps - when < FORGET_AFTER else None
 
     def plain(self, num_seqs: int) -> float | None:
-        """None: such a step was not measured yet, or is to be measured anew."""
-        known = self._plain.get(int(self._class[num_seqs]))
-        return known.seconds if known is not None and known.num_more else None
+        """None: such a step is to be measured."""
+        return self._known(int(self._class[num_seqs]), None)
 
     def guessing(self, num_seqs: int, count: int) -> np.ndarray:
         """Of steps with num_seqs + 1 rows, num_seqs + 2, and so on: `count`, or as many as there may be."""
         of_seqs = int(self._class[num_seqs])
-        plain = self._plain[of_seqs].seconds
+        plain = self._times[of_seqs, None][0]
         last, num_rows, slope = plain, num_seqs, EXPECTED * plain / num_seqs  # the last that is known
         most = min(num_seqs + count, self.max_num_rows)
         seconds = np.empty(self.max_num_rows + 1)
         for of_rows in range(of_seqs, int(self._class[most]) + 1):
             start, end = max(self._firsts[of_rows], num_seqs + 1), self._firsts[of_rows + 1]
-            known = self._known((of_seqs, of_rows))
+            known = self._known(of_seqs, of_rows)
             if start < end and known is not None:
                 seconds[start:end] = last = known
                 num_rows = end - 1

@@ -10,6 +10,7 @@ import pytest
 from pagedkv import SamplingParams
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.scheduling.step import Step
+from pagedkv.engine.speculation import lengths as lengths_module
 from pagedkv.engine.speculation import speculation
 from pagedkv.engine.speculation.drafter import Draft
 from pagedkv.engine.speculation.lengths import EXPECTED, FORGET_AFTER, MARGIN, StepTimes, lengths
@@ -92,6 +93,20 @@ def test_times_follow_and_are_forgotten():
         assert times.plain(2) == 1.0
         times.add(2, 8, 2.0)
     assert times.plain(2) is None  # it is measured again
+
+
+def test_times_of_a_draft_model():
+    times = StepTimes(64)
+    assert times.draft(0) == times.draft(16) == 0.0
+    times.add_draft(4, 1.0)
+    assert times.draft(3) == 0.0 and times.draft(4) == times.draft(64) == 1.0
+    times.add_draft(64, 3.0)
+    assert times.draft(4) == times.draft(16) == 1.0 and times.draft(64) == 3.0
+    times.add_draft(64, 4.0)
+    assert times.draft(64) == pytest.approx(3.1)
+    for _ in range(FORGET_AFTER):
+        times.add(1, 1, 3.0)
+    assert times.draft(64) == 0.0
 
 
 def test_luck_is_not_believed(seed):
@@ -234,7 +249,7 @@ def test_no_batch_is_slower(monkeypatch, seed, kind):
 @pytest.mark.parametrize("what", ["step", "guess"])
 def test_an_accident_is_not_believed_for_ever(monkeypatch, seed, what):
     """It makes guesses look better than they are, or worse."""
-    monkeypatch.setattr(speculation, "FORGET_AFTER", 300)
+    monkeypatch.setattr(lengths_module, "FORGET_AFTER", 300)
     for kind in KINDS if what == "step" else ["0.6B for 8B"]:
         for batch in (1, 16):
             for name in ("0", "0.7"):

@@ -21,43 +21,56 @@ FORGET_AFTER = 4_000  # steps: the context has grown, or the card was busy then
 # What as many rows more as there are sequences cost, as a share of a step without guesses, until that is measured. So a
 # few guesses are tried before many.
 EXPECTED = 0.1
+PLAIN, DRAFT = -1, -2  # in place of a class of rows: a step without guesses; a draft model's guess for each sequence
 
 
 class StepTimes:
     """Seconds of steps that only decode, by the number of their sequences and of their rows, in classes by the half
-    octave. They are the times between the tokens of two steps, so the host's share is in them."""
+    octave. They are the times between the tokens of two steps, so the host's share is in them. And the seconds of a
+    draft model."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
         self._class = np.array([0] + [round(2 * math.log2(n)) for n in range(1, max_num_rows + 1)])
         # By class, and one more: its first number of rows.
         self._firsts = np.searchsorted(self._class, np.arange(self._class[-1] + 2)).tolist()
-        # By the classes of sequences and rows (None: without guesses): seconds, and when they were measured.
-        self._times: dict[tuple[int, int | None], tuple[float, int]] = {}
+        self._times: dict[tuple[int, int], tuple[float, int]] = {}  # by classes: seconds, and when they were measured
         self._num_steps = 0
 
     def add(self, num_seqs: int, num_rows: int, seconds: float) -> None:
         """A step that had guesses if it had more rows than sequences."""
         self._num_steps += 1
         of_seqs = int(self._class[num_seqs])
-        of_rows = int(self._class[num_rows]) if num_rows > num_seqs else None
-        seconds = blend(self._known(of_seqs, of_rows), seconds)
-        self._times[of_seqs, of_rows] = seconds, self._num_steps
-        if (self._known(of_seqs, None) or 0.0) > MARGIN * seconds:  # more rows take no less: that was an accident
-            del self._times[of_seqs, None]
+        seconds = self._add(of_seqs, int(self._class[num_rows]) if num_rows > num_seqs else PLAIN, seconds)
+        if (self._known(of_seqs, PLAIN) or 0.0) > MARGIN * seconds:  # more rows take no less: that was an accident
+            del self._times[of_seqs, PLAIN]
 
-    def _known(self, of_seqs: int, of_rows: int | None) -> float | None:
+    def add_draft(self, num_seqs: int, seconds: float) -> None:
+        """A draft model has taken so long for one guess of each sequence, at most num_seqs."""
+        self._add(int(self._class[num_seqs]), DRAFT, seconds)
+
+    def _add(self, of_seqs: int, of_rows: int, seconds: float) -> float:
+        blended = blend(self._known(of_seqs, of_rows), seconds)
+        self._times[of_seqs, of_rows] = blended, self._num_steps
+        return blended
+
+    def _known(self, of_seqs: int, of_rows: int) -> float | None:
         seconds, when = self._times.get((of_seqs, of_rows), (0.0, -FORGET_AFTER))
         return seconds if self._num_steps - when < FORGET_AFTER else None
 
     def plain(self, num_seqs: int) -> float | None:
         """None: such a step is to be measured."""
-        return self._known(int(self._class[num_seqs]), None)
+        return self._known(int(self._class[num_seqs]), PLAIN)
+
+    def draft(self, num_seqs: int) -> float:
+        """With as many sequences or, until that is measured, with fewer; 0.0 where nothing is known."""
+        known = (self._known(of_seqs, DRAFT) for of_seqs in range(int(self._class[num_seqs]), -1, -1))
+        return next((seconds for seconds in known if seconds is not None), 0.0)
 
     def guessing(self, num_seqs: int, count: int) -> np.ndarray:
         """Of steps with num_seqs + 1 rows, num_seqs + 2, and so on: `count`, or as many as there may be."""
         of_seqs = int(self._class[num_seqs])
-        plain = self._times[of_seqs, None][0]
+        plain = self._times[of_seqs, PLAIN][0]
         last, num_rows, slope = plain, num_seqs, EXPECTED * plain / num_seqs  # the last that is known
         most = min(num_seqs + count, self.max_num_rows)
         seconds = np.empty(self.max_num_rows + 1)

@@ -10,7 +10,7 @@ from ..scheduling.guesses import num_guessable
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
 from .drafter import Draft, Drafter
-from .lengths import FORGET_AFTER, StepTimes, blend, lengths
+from .lengths import StepTimes, lengths
 
 FIRST_CHANCE = 0.6  # of a guess of the first request, which counts as PRIOR guesses
 PRIOR = 4
@@ -36,9 +36,7 @@ class Speculation:
         self.drafter, self._max_guesses = drafter, max_guesses
         self.times = StepTimes(max_num_rows)
         self._chance, self._num_guesses = FIRST_CHANCE, 0  # of new sequences, and by how many it was measured
-        self._drafting = 0.0  # seconds of it for the step that is on its way, ...
-        self._draft_seconds: float | None = None  # ... and for a guess of each sequence, as measured ...
-        self._num_undrafted = 0  # ... so many steps ago
+        self._drafting = 0.0  # seconds of it for the step that is on its way
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
         self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found
@@ -58,23 +56,22 @@ class Speculation:
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
         self._has_guessed = True
-        planned = zip(*(self._plan or self._lengths(running)), strict=True)
-        pairs = [(seq, min(count, num_guessable(seq))) for seq, count in planned if count and seq.finish_reason is None]
-        pairs = [(seq, count) for seq, count in pairs if count]
+        planned, most = self._plan or self._lengths(running)
+        pairs = [(seq, min(count, num_guessable(seq))) for seq, count in zip(planned, most, strict=True)]
+        pairs = [(seq, count) for seq, count in pairs if count and seq.finish_reason is None]
         sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
         if self.drafter.is_free:
             guesses = [seq.draft.guesses[:count] for seq, count in pairs]
         else:
-            guesses = self._draft(sequences, counts) if sequences else []
+            guesses = self._draft(sequences, counts, len(planned)) if sequences else []
         return {seq.id: each for seq, each in zip(sequences, guesses, strict=True) if each}
 
-    def _draft(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+    def _draft(self, sequences: list[Sequence], counts: list[int], num_planned: int) -> list[list[int]]:
         start = time.perf_counter()
         guesses = self.drafter.guess(sequences, counts)
         self._drafting = time.perf_counter() - start
         if self.drafter.is_measurable:
-            self._draft_seconds = blend(self._draft_seconds, self._drafting / max(counts))
-            self._num_undrafted = 0
+            self.times.add_draft(num_planned, self._drafting / max(counts))
         return guesses
 
     def _lengths(self, running: list[Sequence]) -> tuple[list[Sequence], list[int]]:
@@ -92,7 +89,8 @@ class Speculation:
                 sequences.append(seq)
                 chances.append(draft.chance)
                 most.append(min(count, len(draft.guesses)) if self.drafter.is_free else count)
-        return sequences, lengths(without_luck(chances), most, num_seqs, self.times, self._draft_seconds or 0.0)
+        draft_seconds = self.times.draft(len(sequences))
+        return sequences, lengths(without_luck(chances), most, num_seqs, self.times, draft_seconds)
 
     # --- what is learnt
 
@@ -101,9 +99,6 @@ class Speculation:
             self._plan = None
         self._learn_time(step, seconds - self._drafting)
         self._drafting = 0.0
-        self._num_undrafted += 1
-        if self._num_undrafted >= FORGET_AFTER:
-            self._draft_seconds = None
         if self._has_guessed and not step.guesses:  # there were none, or no room for them: the host waited in vain
             self._num_steady = 0
             self._wait()

@@ -20,6 +20,7 @@ from pagedkv import LLM, AsyncEngine, SamplingParams
 from pagedkv.engine import LoRARequest
 from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.runner.one_kernel import StepTimeout
+from pagedkv.engine.speculation import draft_model
 from pagedkv.engine.speculation.draft_model import DraftModel
 from pagedkv.engine.speculative_config import SpeculativeConfig
 
@@ -420,6 +421,21 @@ def test_a_step_of_a_draft_model_without_tokens(folder, monkeypatch):
         assert asked == [True]
 
 
+def test_an_error_of_the_hub_stays_what_it_is(folder, monkeypatch):
+    """Errors of other libraries may want more than a message."""
+
+    class Busy(OSError):
+        def __init__(self, message, *, response):
+            super().__init__(message)
+
+    def fail(model):
+        raise Busy("429", response=None)
+
+    monkeypatch.setattr(draft_model, "model_folder", fail)
+    with pytest.raises(Busy, match="429"):
+        engine(folder, speculative_config={"method": "draft_model", "model": "owner/name"})
+
+
 def test_models_that_cannot_be_drafts(folder, tmp_path):
     """The message names the option: `model` is another one."""
 
@@ -468,11 +484,7 @@ def test_guesses_that_are_wrong_stop(folder):
         ({"method": "draft_model"}, ValueError, r"\['model'\] is missing"),
         ({"method": "draft_model", "model": 5}, TypeError, r"\['model'\] is 5 but must be a folder, or a name on"),
         ('{"method": "draft_model", "model": ["x"]}', ValueError, r"\['model'\] is \['x'\] but must be a folder"),
-        (
-            {"method": "suffix", "num_speculative_tokens": 0},
-            ValueError,
-            r"\['num_speculative_tokens'\] is 0 but must be at",
-        ),
+        ({"method": "suffix", "num_speculative_tokens": 0}, ValueError, r"\['num_speculative_tokens'\] is 0 but must be at"),
         ({"method": "suffix", "num_speculative_tokens": 64}, ValueError, "is 64 but must be at most 63"),
         ({"method": "suffix", "num_speculative_tokens": "3"}, TypeError, "is '3' but must be an integer"),
     ],

@@ -198,7 +198,7 @@ def plan_of_draft(config: SpeculativeConfig, target: RunnerPlan, tokenizer: Toke
     try:
         folder = model_folder(config.model)
         spec = read_spec(folder)
-    except OSError as error:  # no folder, or the hub has failed
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ConnectionError) as error:  # as model_folder says
         raise type(error)(f"{name}: {error}") from None
     check_vocabulary(f"{name}, which", (target.spec, tokenizer), (spec, Tokenizer(folder)))
     max_num_seqs = min(target.max_num_seqs, MOST_SEQS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from ..scheduling.guesses import num_guessable
 from ..scheduling.sequence import Sequence
 from ..scheduling.step import Step
@@ -89,7 +87,7 @@ class Speculation:
                 sequences.append(seq)
                 chances.append(draft.chance)
                 most.append(min(count, len(draft.guesses)) if self.drafter.is_free else count)
-        draft_seconds = self.times.draft(len(sequences))
+        draft_seconds = 0.0 if self.drafter.is_free else self.times.draft(len(sequences))
         return sequences, lengths(without_luck(chances), most, num_seqs, self.times, draft_seconds)
 
     # --- what is learnt
@@ -168,6 +166,7 @@ def without_luck(measured: list[float]) -> list[float]:
     many sequences that are alike, those that look best were lucky, and will be no better than the others."""
     if len(set(measured)) < 2:
         return measured
-    mean, variance = float(np.mean(measured)), float(np.var(measured))
+    mean = sum(measured) / len(measured)
+    variance = sum((chance - mean) ** 2 for chance in measured) / len(measured)
     luck = mean * (1 - mean) * LEAST_WEIGHT / (2 - LEAST_WEIGHT)  # of a mean that forgets by that weight
     return [mean + (chance - mean) * max(1 - luck / variance, 0) for chance in measured]

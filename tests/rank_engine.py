@@ -20,7 +20,7 @@ from pagedkv.parallel import watch
 FAULTS = Path(__file__).parent / "rank_faults"
 OPTIONS = {"device": "cpu", "block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "seed": 0}
 SIZES = {"vocab_size": 264, "num_key_value_heads": 4}
-FOR_EIGHT = {"vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4}  # ranks
+FOR_EIGHT = {"vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4}  # ranks: each has a share
 
 
 def inject(monkeypatch, fault: str = "") -> None:
@@ -73,7 +73,7 @@ def children() -> set[int]:
 
 
 def process_of(rank: int) -> int:
-    """Of the only engine."""
+    """The pid of a rank, where there is one engine."""
     return next(pid for pid in children() if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[6] == str(rank))
 
 

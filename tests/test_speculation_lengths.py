@@ -84,7 +84,7 @@ def test_times_follow_and_are_forgotten():
     times.add(1, 8, 4.0)
     assert times.guessing(1, 63)[6] == 4.0  # what was forgotten has no part in it
     times.add(1, 8, 1.5)
-    assert times.plain(1) == pytest.approx(3.0)  # as 3.75, with all measurements, is the time of the eight
+    assert times.plain(1) == pytest.approx(3.0)  # it stays: eight rows take 3.75 by all measurements
     times.add(2, 2, 3.0)
     times.add(2, 8, 2.0)
     assert times.plain(2) is None  # fewer rows do not take longer

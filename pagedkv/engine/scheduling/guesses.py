@@ -38,13 +38,12 @@ def fit(decodes: list[Sequence], guesses: Mapping[int, list[int]], room: int) ->
 
 
 def leave_pages(fitting: list[list[int]], queues: Queues) -> bool:
-    """Whether the sequence that waits first, if any, finds its pages beside those of these guesses, or would not find
-    them without."""
+    """False: the sequence that waits first may get its pages in this step, but not beside those of these guesses."""
     if not queues.num_waiting or queues.was_refused(queues.peek()):
         return True
     manager, counts = queues.manager, (queues.peek().num_tokens, *map(len, fitting))
     num_pages = sum(-(-count // manager.block_size) for count in counts)
-    # Besides these the watermark, and a page for the newest token of each decode.
+    # Two pages more for each running sequence: one for its newest token, one of the watermark.
     return num_pages + 2 * len(queues.running) <= manager.num_free_blocks
 
 

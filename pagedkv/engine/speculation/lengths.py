@@ -26,8 +26,8 @@ PLAIN, DRAFT = -1, -2  # in place of a class of rows: a step without guesses; a 
 
 class StepTimes:
     """Seconds of steps that only decode, by the number of their sequences and of their rows, in classes by the half
-    octave. They are the times between the tokens of two steps, so the host's share is in them. And the seconds of a
-    draft model."""
+    octave. They are the times between the tokens of two steps, so the host's share is in them. A draft model's seconds
+    are kept, too."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
@@ -42,7 +42,8 @@ class StepTimes:
         self._num_steps += 1
         of_seqs = int(self._class[num_seqs])
         seconds = self._add(of_seqs, int(self._class[num_rows]) if num_rows > num_seqs else PLAIN, seconds)
-        if (self._known(of_seqs, PLAIN) or 0.0) > MARGIN * seconds:  # more rows take no less: that was an accident
+        if (self._known(of_seqs, PLAIN) or 0.0) > MARGIN * seconds:
+            # A step with more rows takes no less time, so what was measured without guesses was an accident.
             del self._times[of_seqs, PLAIN]
 
     def add_draft(self, num_seqs: int, seconds: float) -> None:
@@ -63,7 +64,7 @@ class StepTimes:
         return self._known(int(self._class[num_seqs]), PLAIN)
 
     def draft(self, num_seqs: int) -> float:
-        """With as many sequences or, until that is measured, with fewer; 0.0 where nothing is known."""
+        """Seconds of one guess for each of so many sequences. Until that is measured: for fewer; 0.0: nothing is."""
         known = (self._known(of_seqs, DRAFT) for of_seqs in range(int(self._class[num_seqs]), -1, -1))
         return next((seconds for seconds in known if seconds is not None), 0.0)
 

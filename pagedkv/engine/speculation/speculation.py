@@ -162,8 +162,9 @@ class Speculation:
 
 
 def without_luck(measured: list[float]) -> list[float]:
-    """Chances of sequences, as measured, nearer to their mean by the share of their variance that luck alone makes: of
-    many sequences that are alike, those that look best were lucky, and will be no better than the others."""
+    """Measured chances of sequences, moved towards their mean. Luck alone gives them some variance; the move takes this
+    share of their differences away. Of many sequences that are alike, those that look best were lucky, and will be no
+    better than the others."""
     if len(set(measured)) < 2:
         return measured
     mean = sum(measured) / len(measured)

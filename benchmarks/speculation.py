@@ -21,6 +21,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean
 
 from record import make_parser, record_run
 
@@ -67,9 +68,9 @@ class Script:
 class Replay:
     """Guesses the script's next token with a probability, and another else. model: a drafter that works for its guesses."""
 
-    def __init__(self, script: Script, knowledge: float, model=None) -> None:
+    def __init__(self, script: Script, knowledge: float, seed: int, model=None) -> None:
         self.script, self.knowledge, self.model, self.is_free = script, knowledge, model, model is None
-        self.rng, self.is_measurable = random.Random(0), True
+        self.rng, self.is_measurable = random.Random(seed), True
 
     def guess(self, sequences, counts):
         if self.model is not None:
@@ -140,35 +141,33 @@ class Bench:
         steps = counters.num_steps - before.num_steps
         return len(prompts) * self.length / seconds, right / max(guessed, 1), self.length / steps
 
-    def row(self, name: str, make_script, batch: int, make_drafter) -> dict:
-        """Both ways twice, of which the first two warm up."""
-        rates = {}
+    def row(self, name: str, make_script, batch: int, make_drafter, runs: int) -> dict:
+        """Both ways in turn, so many times behind a first that warms up: means, because each run has its own luck."""
+        rates = {False: [], True: []}
         guesser = Speculation(None, self.guesser._max_guesses, self.guesser.times.max_num_rows)
-        for seed in range(2):
-            for is_speculative in (False, True):
+        for seed in range(1 + runs):
+            for is_speculative in rates:
                 prompts, script = make_script(batch, self.length, seed)
-                guesser.drafter = make_drafter(script)
-                rates[is_speculative] = self.rate(prompts, script, guesser if is_speculative else None)
-        (without, _, _), (rate, right, tokens) = rates[False], rates[True]
+                guesser.drafter = make_drafter(script, seed)
+                rates[is_speculative].append(self.rate(prompts, script, guesser if is_speculative else None))
+        (without, _, _), (rate, right, tokens) = (map(mean, zip(*each[1:], strict=True)) for each in rates.values())
         row = {"part": name, "batch": batch, "without": without, "with": rate, "ratio": rate / without,
                "right": right, "tokens_per_step": tokens}  # fmt: skip
         print(f"{name:12} {batch:4} {without:9,.0f} {rate:9,.0f} {rate / without:6.2f} {right:6.2f} {tokens:6.2f}", flush=True)
         return row
 
 
-def measure(bench: Bench, parts: list[str], batches: list[int]) -> list[dict]:
+def measure(bench: Bench, parts: list[str], batches: list[int], runs: int) -> list[dict]:
     rows = []
     print(f"{'':12} {'seqs':>4} {'without':>9} {'with':>9} {'ratio':>6} {'right':>6} {'tokens a step':>6}")
+    ways = [(f"replay {p}", random_script, lambda script, seed, p=p: Replay(script, p, seed)) for p in KNOWLEDGE]
+    ways += [("edit", edit_script, lambda script, seed: bench.drafter)]
+    ways += [("prose", random_script, lambda script, seed: bench.drafter)]
+    ways += [("draft 0.7", random_script, lambda script, seed: Replay(script, 0.7, seed, bench.drafter))]
     for batch in batches:
-        if "replay" in parts:
-            for p in KNOWLEDGE:
-                rows.append(bench.row(f"replay {p}", random_script, batch, lambda script, p=p: Replay(script, p)))
-        if "edit" in parts:
-            rows.append(bench.row("edit", edit_script, batch, lambda script: bench.drafter))
-        if "prose" in parts:
-            rows.append(bench.row("prose", random_script, batch, lambda script: bench.drafter))
-        if "draft" in parts:
-            rows.append(bench.row("draft 0.7", random_script, batch, lambda script: Replay(script, 0.7, bench.drafter)))
+        for name, make_script, make_drafter in ways:
+            if name.split()[0] in parts:
+                rows.append(bench.row(name, make_script, batch, make_drafter, runs))
     return rows
 
 
@@ -179,6 +178,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--length", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--runs", type=int, default=3, help="of each row, behind one that warms up")
     parser.add_argument("--guesses", type=int, default=7, help="num_speculative_tokens")
     args = parser.parse_args()
     for model in args.models:
@@ -196,7 +196,7 @@ def main() -> None:
                           max_model_len=4096, enable_prefix_caching=False, speculative_config=config)  # fmt: skip
             with llm:
                 print(f"{model}, {config['method']}, {args.length} tokens in an answer", flush=True)
-                rows += measure(Bench(llm, args.length), parts, args.batches)
+                rows += measure(Bench(llm, args.length), parts, args.batches, args.runs)
         record_run(args, f"speculation-{args.device}-{model}", rows, args.device)
 
 

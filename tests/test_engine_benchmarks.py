@@ -38,7 +38,7 @@ def test_scripted_answers(capsys, seed, method):
         model = bench.drafter if method == "draft_model" else None
         prompts, answers = script(2, 40, seed)
         guesser = speculation.Speculation(None, 3, 8)
-        guesser._chance, guesser.drafter = 1.0, speculation.Replay(answers, 1.0, model)
+        guesser._chance, guesser.drafter = 1.0, speculation.Replay(answers, 1.0, 0, model)
         guesser.times.plain, guesser.times.guessing = lambda seqs: 1e3, lambda seqs, count: np.full(8, 1.0)  # they always pay
         rate, right, per_step = bench.rate(prompts, answers, guesser)
     assert rate > 0 and right == 1 and per_step > 2

@@ -63,11 +63,16 @@ class Guesser:
 
     def __init__(self, traffic: Traffic, knowledge: float) -> None:
         self.traffic, self.knowledge = traffic, knowledge
+        self.has_guesses = False  # the step that is on its way
+
+    def plan_ahead(self, running: list[Sequence]) -> None:
+        assert self.has_guesses
 
     def pays(self, running: list[Sequence]) -> bool:
         return self.traffic.rng.random() < 0.5
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
+        self.has_guesses = True
         rng, stories, guesses = self.traffic.rng, self.traffic.runner.stories, {}
         for seq in running:
             assert seq.num_known == seq.num_tokens, "a step is on its way"
@@ -77,6 +82,7 @@ class Guesser:
         return guesses
 
     def learn(self, step: Step, seconds: float) -> None:
+        self.has_guesses = False
         happened = self.traffic.happened
         for guesses, right in zip(step.guesses, step.accepted, strict=True):
             assert self.knowledge < 1 or right == len(guesses)

@@ -30,6 +30,9 @@ from .one_kernel import StepTimeout
 class Guesser(Protocol):
     """Guesses tokens, which the next step checks (see Step)."""
 
+    def plan_ahead(self, running: list[Sequence]) -> None:
+        """A step with guesses is on its way, and the host has time until it is done."""
+
     def pays(self, running: list[Sequence]) -> bool:
         """Whether the next step had better have guesses, as far as is known before the steps on their way are done."""
 
@@ -124,6 +127,8 @@ class Pipeline:
 
     def _collect(self) -> None:
         step = self.in_flight.popleft()
+        if step.guesses and self.guesser is not None:
+            self.guesser.plan_ahead(self.scheduler.queues.running)
         sampled = step.tokens()
         if -1 in sampled:
             self._look_for_timeout()

@@ -37,24 +37,31 @@ class Speculation:
         self._drafting = 0.0  # seconds of it for the step that is on its way
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
-        self._plan: tuple[list[Sequence], list[int]] | None = None  # what pays() has found
+        self._plan: tuple[list[Sequence], list[int]] | None = None  # of the next step, where it is made
         self._pause = 0  # steps that have no guesses, and ...
         self._next_pause = PAUSES[0]  # ... how many it will be next time
 
     # --- guesses
 
+    def plan_ahead(self, running: list[Sequence]) -> None:
+        """A free drafter finds other guesses after the step. For others the step changes but the chances, a little."""
+        if not self.drafter.is_free:
+            self._plan = self._lengths(running)
+
     def pays(self, running: list[Sequence]) -> bool:
-        self._pause = max(self._pause - 1, 0)
-        self._plan = None if self._pause else self._lengths(running)
-        if self._plan is None or any(self._plan[1]):
-            return self._plan is not None
-        if self._plan[0] and not self.drafter.is_free:
+        self._pause, planned, self._plan = max(self._pause - 1, 0), self._plan, None
+        if self._pause:
+            return False
+        sequences, counts = planned or self._lengths(running)
+        if any(counts):
+            self._plan = sequences, counts
+        elif sequences and not self.drafter.is_free:
             self._wait()
-        return False
+        return self._plan is not None
 
     def guess(self, running: list[Sequence]) -> dict[int, list[int]]:
         self._has_guessed = True
-        planned, most = self._plan or self._lengths(running)
+        (planned, most), self._plan = self._plan or self._lengths(running), None
         pairs = [(seq, min(count, num_guessable(seq))) for seq, count in zip(planned, most, strict=True)]
         pairs = [(seq, count) for seq, count in pairs if count and seq.finish_reason is None]
         sequences, counts = [seq for seq, _ in pairs], [count for _, count in pairs]

@@ -106,7 +106,7 @@ def lengths(
     order = np.argsort(-gains, kind="stable")[: min(len(seconds), int(np.count_nonzero(gains)))]
     if not len(order):
         return best
-    # A row for each greatest place: a draft model takes as long for all sequences as for the one with the most guesses.
+    # A row for each depth, which is the most guesses of a sequence: a draft model takes so many steps for all of them.
     depths = place[:, None] if draft_seconds else np.array([[longest]])
     is_taken = order % longest < depths
     tokens = num_seqs + np.cumsum(gains[order] * is_taken, axis=1)

@@ -37,7 +37,7 @@ class Speculation:
         self._drafting = 0.0  # seconds of it for the step that is on its way
         self._num_steady = 0  # steps without guesses one after the other
         self._has_guessed = False  # for the step that is on its way
-        self._plan: tuple[list[Sequence], list[int]] | None = None  # of the next step, where it is made
+        self._plan: tuple[list[Sequence], list[int]] | None = None  # who is to have guesses, and how many
         self._pause = 0  # steps that have no guesses, and ...
         self._next_pause = PAUSES[0]  # ... how many it will be next time
 

@@ -295,13 +295,18 @@ def test_wrong_arguments(name, value):
         Router(**{"replicas": [SimulatedReplica(20_000)], name: value})
 
 
-@pytest.mark.parametrize("name, value", [("num_cpus", 0), ("start_seconds", float("nan")), ("tensor_parallel_size", 0)])
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_cpus", 0), ("start_seconds", float("nan")), ("tensor_parallel_size", 0), ("tensor_parallel_size", 9), ("block_size", 0)],
+)
 def test_wrong_arguments_of_ray(name, value):
     pytest.importorskip("ray", reason="the extra `ray`")
     from pagedkv.replicas.ray import RayReplica
 
     with pytest.raises(ValueError, match=f"{name} is {value!r} but must be"):
         RayReplica(DEMO, **{name: value})
+    with pytest.raises(TypeError, match="RayReplica has no option 'devise'; did you mean 'device'"):
+        RayReplica(DEMO, devise="cpu")
 
 
 def test_params_that_are_none():

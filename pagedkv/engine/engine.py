@@ -14,7 +14,6 @@ from inspect import Parameter, Signature, signature
 from typing import Any, Self
 
 from pagedkv import OutOfBlocks
-from pagedkv.checks import check_names
 from pagedkv.models.adapter import Adapter
 from pagedkv.models.hub import model_folder
 from pagedkv.models.pooling import read_normalizes
@@ -57,9 +56,8 @@ class Engine(Control):
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        check_names(type(self).__name__, options, list(signature(EngineOptions).parameters))
         start = time.perf_counter()
-        checked = EngineOptions(**options)
+        checked = EngineOptions.of(type(self).__name__, options)
         self.device, self.folder = find_device(checked.device), model_folder(model, checked.revision)
         self.tokenizer = Tokenizer(self.folder)
         self.config = read_model(self.folder, self.tokenizer, checked.quantization)

@@ -6,11 +6,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pagedkv import Stream, ops
-from pagedkv.checks import check_float, check_int
+from pagedkv.checks import check_float, check_int, check_names
 from pagedkv.models import DTYPES
 
 from .speculative_config import SpeculativeConfig
@@ -145,6 +145,12 @@ class EngineOptions:
                 f"max_num_batched_tokens is {num_tokens} but must be at least max_num_seqs={num_seqs}: every sequence "
                 "that runs may decode a token in a step"
             )
+
+    @classmethod
+    def of(cls, owner: str, options: Mapping[str, Any]) -> EngineOptions:
+        """From the keyword arguments that this class was given."""
+        check_names(owner, options, [each.name for each in fields(cls)])
+        return cls(**options)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -18,6 +18,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 from pagedkv.checks import check_float, check_int
+from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.outputs import RequestOutput, portable
 from pagedkv.engine.requests.prompts import Prompt, shown
 from pagedkv.engine.sampling_params import SamplingParams
@@ -75,8 +76,8 @@ class RayReplica(Replica):
     def __init__(
         self, model: str | os.PathLike[str], *, num_cpus: int = 1, start_seconds: float = 600, **options: Any
     ) -> None:
-        num_ranks = check_int("tensor_parallel_size", options.get("tensor_parallel_size", 1), 1)
-        num_gpus = 0 if str(options.get("device")) == "cpu" else num_ranks
+        checked = EngineOptions.of(type(self).__name__, options)  # before anything is reserved
+        num_gpus = 0 if str(checked.device) == "cpu" else checked.tensor_parallel_size
         self._needs = {"CPU": check_int("num_cpus", num_cpus, 1, 4096)} | ({"GPU": num_gpus} if num_gpus else {})
         self._model, self._options = str(model), options
         self._start_seconds = check_float("start_seconds", start_seconds, 0, 1e9, is_open=True)

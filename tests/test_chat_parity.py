@@ -133,6 +133,13 @@ def test_a_part_that_would_be_lost_is_refused():
     image = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(ValueError, match=r"messages\[0\]: part 1 of its content is \{'type': 'image_url'.* the template leaves out"):
         ChatTemplate({"default": TEMPLATES["plain ChatML"]}, {}).render(image)
+    for name in ("Qwen3: tools, thinking, grouped results of tools", "plain ChatML", "trims"):  # no text is beside it
+        for part in ({"type": "document", "title": "x"}, {"type": "text"}, {"type": "text", "text": 5}, {"type": "text", "text": None}, 5, None, ["a"]):
+            with pytest.raises(ValueError, match=r"messages\[1\]: part 0 of its content is .* the template leaves out"):
+                ChatTemplate({"default": TEMPLATES[name]}, {}).render([{"role": "user", "content": "x"}, {"role": "user", "content": [part]}])
+    chat = [{"role": "user", "content": [{"type": "image"}]}]
+    taken = ChatTemplate({"default": TEMPLATES["takes lists: a loop over parts"]}, {}).render(chat, add_generation_prompt=False)
+    assert taken == "<user><|image|></s>\n"
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     taken = ChatTemplate({"default": TEMPLATES["takes lists: a loop over parts"]}, {}).render(chat, add_generation_prompt=False)
     assert taken == "<user><|image|>what?</s>\n"

@@ -119,7 +119,7 @@ def join_parts(messages: Chat, write: Callable[[Chat], str]) -> Chat:
     lists = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), (list, tuple))}
     if not lists:
         return messages
-    marks = {i: [f"\ue000{i}.{k}\ue001" for k in range(max(len(parts), 1))] for i, parts in lists.items()}
+    marks = {i: [f"\ue000{i}.{k}\ue001" for k in range(len(parts) + 1)] for i, parts in lists.items()}
     marked = {i: _with_marks(parts, marks[i]) for i, parts in lists.items()}
     as_lists = _attempt(write, _with_contents(messages, marked))
     as_texts = _attempt(write, _with_contents(messages, {i: _joined(parts) for i, parts in marked.items()}))
@@ -148,9 +148,9 @@ def _joined(parts: SequenceOf[Any]) -> str:
 
 
 def _with_marks(parts: SequenceOf[Any], marks: list[str]) -> list[Any]:
-    """The parts with a mark at the end of each text. An empty list gets a part, which is a mark."""
+    """The parts with a mark at the end of each text. A list without a text gets one, which is the last mark."""
     marked: list[Any] = []
-    for part, mark in zip(parts or [{"type": "text", "text": ""}], marks, strict=True):
+    for part, mark in zip(parts, marks[:-1], strict=True):
         if isinstance(part, str):
             marked.append(part + mark)
         elif isinstance(part, Mapping):
@@ -158,7 +158,8 @@ def _with_marks(parts: SequenceOf[Any], marks: list[str]) -> list[Any]:
             marked.append({**part, **texts})
         else:
             marked.append(part)
-    return marked
+    has_text = any(_text_of(part) is not None for part in parts)
+    return marked if has_text else [*marked, {"type": "text", "text": marks[-1]}]
 
 
 def _with_contents(messages: Chat, contents: Mapping[int, Any]) -> Chat:

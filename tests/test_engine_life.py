@@ -157,19 +157,36 @@ def late():  # when the thread has been ended
 
 
 def test_a_child_of_fork_has_an_engine_of_its_own(environment):
-    """Without the requests of its parent, which go on there."""
+    """Without the requests of its parent, which go on there; it waits for none of their outputs."""
     code = """
 queue(); time.sleep(0.02)
+stream = llm.stream([3, 4, 5], LONG)
+next(stream)
+waiting = threading.Thread(target=lambda: llm._mailbox._lock.acquire())  # of one that is in step() at the fork
+waiting.start(); waiting.join()
 if os.fork() == 0:
+    print(llm.has_unfinished_requests(), llm.step(), flush=True)
+    try:
+        for output in stream: pass
+    except RuntimeError as problem:
+        print(str(problem).replace(" ", "-"), flush=True)
     print(ask(), llm.manager.stats()["used"], flush=True)
+    llm.add_request("473+89=", GREEDY, "own")
+    while llm.has_unfinished_requests():
+        for output in llm.step(): text = output.text
+    print(text, flush=True)
     os._exit(0)
 os.wait()
+llm._mailbox._lock.release()
+for output in stream: end = output.finish_reason
+print(end)
 ended = 0
 while llm.has_unfinished_requests():
     ended += sum(output.finished for output in llm.step())
 print(ended, ask())
 """
-    assert run(code, environment) == ["562", "0", "30", "562"]
+    told = "these-answers-are-of-the-process-that-this-one-was-forked-from"
+    assert run(code, environment) == ["False", "[]", told, "562", "0", "562", "length", "30", "562"]
 
 
 def test_an_engine_that_nobody_has_any_more_is_gone(folder):

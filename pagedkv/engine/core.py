@@ -21,7 +21,7 @@ from .holds import Holds
 from .outputs import EngineCounters
 from .requests.book import RequestBook
 from .requests.fault_search import FaultSearch
-from .requests.request import Request
+from .requests.request import Mailbox, Request
 from .runner.model_runner import ModelRunner
 from .runner.pipeline import Guesser, Pipeline
 from .scheduling.scheduler import Scheduler
@@ -55,6 +55,7 @@ class EngineCore(Holds):
 
     def _reset_threads(self) -> None:
         super()._reset_threads()
+        self.mailbox = Mailbox()  # of requests made by Engine.add_request()
         self._is_closed = self.runner is None
         self.book.reset_lock()
 

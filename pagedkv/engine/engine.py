@@ -75,7 +75,6 @@ class Engine(Control):
         self._sequence_ids = itertools.count()
         self._grammars = Grammars(self.tokenizer, self.config)
         self._start_control()
-        self._mailbox = Mailbox()  # of requests made by add_request()
         logger.info("%s is ready after %.1f s: %s", self.folder, time.perf_counter() - start, repr(self))
 
     # What **options may be, for help() and inspect.
@@ -85,6 +84,10 @@ class Engine(Control):
     )
 
     # --- requests
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        return self._core.mailbox
 
     def add_request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -179,13 +180,15 @@ class LLM(Engine):
 
     def _outputs(self, requests: list[Request], mailbox: SimpleQueue[Update]) -> IndexedOutputs:
         by_key = {request.key: (i, request) for i, request in enumerate(requests)}
-        num_left = len(requests)
+        num_left, process = len(requests), os.getpid()
         try:
             self._core.submit(requests)
             if self._core.holds:
                 logger.warning("requests wait until another thread ends it: the engine %s", self._book.obstacle)
             while num_left:
                 self._core.refuse_own_thread()
+                if os.getpid() != process:
+                    raise RuntimeError("these answers are of the process that this one was forked from")
                 update = mailbox.get()
                 num_left -= update.is_last
                 index, request = by_key[update.key]

@@ -51,8 +51,9 @@ def test_what_a_file_says(tmp_path, file, expected, caplog):
 )
 def test_a_file_that_is_wrong_is_named(tmp_path, file, message):
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
-    with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
+    with pytest.raises(ValueError, match=f"generation_config.json: {message}") as refused:
         read_default_params(tmp_path)
+    assert str(refused.value).count("generation_config.json") == 1
 
 
 def test_what_is_not_followed_is_named(tmp_path, caplog):

@@ -58,7 +58,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     raw = read_json(path) if path.exists() else {}
     given = {name: raw[name] for name in NAMES if raw.get(name) is not None}
-    if not flag(raw, "do_sample", True, f"{path}: "):
+    if not flag(raw, "do_sample", True):
         given = {name: value for name, value in given.items() if name not in DRAWN} | {"temperature": 0}
     ignored = [name for name, neutral in IGNORED.items() if raw.get(name) is not None and raw[name] not in neutral]
     if given:

@@ -211,7 +211,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(f"logit_bias is {self.logit_bias!r} but must be a dict of token ids and numbers")
-            ids = check_ids("logit_bias", self.logit_bias)
+            ids = check_ids("logit_bias.keys", self.logit_bias)
             self._put(
                 "logit_bias", {i: _check_bias(i, value) for i, value in zip(ids, self.logit_bias.values(), strict=True)}
             )

@@ -288,6 +288,8 @@ def test_vectors(tmp_path, http):
         np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), expected[0], atol=1e-6)
         for body in ({"input": ""}, {"input": []}, {"input": [99]}, {"input": "1", "encoding_format": "hex"}, {"input": "1", "dimensions": 2}):
             assert post(client, "/v1/embeddings", 400, **body)["error"]["message"]
+        error = post(client, "/v1/embeddings", 400, input=["1+1", "2", ""])["error"]
+        assert error["message"] == "input[2]: the prompt is empty" and error["param"] == "input"
         whole = {"input": "1+1", "dimensions": len(expected[0])}  # as some clients say always
         assert post(client, "/v1/embeddings", **whole)["data"][0]["embedding"] == found["data"][0]["embedding"]
 

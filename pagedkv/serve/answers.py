@@ -92,7 +92,7 @@ class Answers:
 
     def _take(self, prompt: int, output: RequestOutput) -> list[Piece]:
         if output.error is not None:
-            raise of_engine(output.error)
+            raise of_engine(output.error, f"prompt[{prompt}]" if len(self.prompts) > 1 else "")
         self.prompt_token_ids[prompt], self._num_cached[prompt] = output.prompt_token_ids, output.num_cached_tokens
         self.prompt_logprobs[prompt] = output.prompt_logprobs or self.prompt_logprobs[prompt]
         pieces = []

@@ -57,14 +57,15 @@ async def _embed(
         await asyncio.gather(*calls, return_exceptions=True)
         server.gate.leave(len(prompts))
     count = sum(len(output.prompt_token_ids) for output in outputs)
+    for i, output in enumerate(outputs):
+        if output.error is not None:
+            raise of_engine(output.error, f"input[{i}]" if len(outputs) > 1 else "")
     data = [_row(index, output, body) for index, output in enumerate(outputs)]
     usage = {"prompt_tokens": count, "total_tokens": count}
     yield msgspec.json.encode({"object": "list", "data": data, "model": name, "usage": usage})
 
 
 def _row(index: int, output: EmbeddingOutput, body: EmbeddingRequest) -> dict[str, Any]:
-    if output.error is not None:
-        raise of_engine(output.error)
     vector = np.ascontiguousarray(output.embedding, "<f4")
     if body.dimensions not in (None, len(vector)):
         text = f"dimensions is {body.dimensions} but the model's vectors have {len(vector)}"

@@ -66,11 +66,15 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def of_request(error: Exception) -> ApiError:
-    """Of what checks say of a request: their messages begin with the name of an argument, and its value follows."""
+def of_request(error: Exception, where: str = "") -> ApiError:
+    """Of what checks say of a request: their messages begin with the name of an argument, and its value follows. To
+    others it is put where the error is, such as "prompt[3]"."""
     message = str(error) or type(error).__name__
-    named = re.match(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)* (is|holds|has) ", message)
     code = TOO_LONG if "exceed max_model_len" in message else None
+    name = re.compile(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)*( (is|holds|has)|(?<=\]):) ")
+    if where and not name.match(message):
+        message = f"{where}: {message}"
+    named = name.match(message)
     return ApiError(400, message, param=named[1] if named else None, code=code)
 
 
@@ -88,10 +92,10 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(error.status, text, param=name.partition(".")[0], code=error.code) from None
 
 
-def of_engine(error: Exception) -> ApiError:
+def of_engine(error: Exception, where: str = "") -> ApiError:
     """Of the error in an output: one that cannot be served is the client's, and anything else is logged here."""
     if isinstance(error, (ValueError, OutOfBlocks)):
-        return of_request(error)
+        return of_request(error, where)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"the request failed: {type(error).__name__}: {error}")
 

@@ -216,6 +216,15 @@ def test_llm_chat(chatty):
             llm.chat([], params)
 
 
+def test_a_relative_folder_stays_the_one_it_was(chatty, monkeypatch, tmp_path):
+    """Its files are read again later: templates, pooling, weights after a sleep."""
+    monkeypatch.chdir(chatty.parent)
+    with LLM(chatty.name, device="cpu", block_size=4, num_blocks=64) as llm:
+        monkeypatch.chdir(tmp_path)
+        assert llm.chat([{"role": "user", "content": "12+34"}], SamplingParams(temperature=0), use_tqdm=False)[0].text == "46"
+        assert llm.folder == chatty
+
+
 def test_messages_of_clients(chatty):
     """Objects, null content and parts give the answer of the plain dict; one chat or several, whole or streamed."""
     params, plain = SamplingParams(temperature=0, max_tokens=8), {"role": "user", "content": "12+34"}

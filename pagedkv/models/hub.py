@@ -45,7 +45,7 @@ def model_folder(model: str | os.PathLike[str], revision: str | None = None) -> 
         raise FileNotFoundError(f"model is {name!r}: neither a folder, nor a name of a model on a hub (owner/name)")
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
-        return folder
+        return folder.absolute()  # files in it are read later, too
     if folder.exists():
         raise NotADirectoryError(f"{name}: a file; model must be the folder of a model, or a name on a hub")
     if not HUB_NAME.fullmatch(name):

@@ -216,6 +216,19 @@ def test_llm_chat(chatty):
             llm.chat([], params)
 
 
+def test_which_of_many_chats_is_wrong(chatty):
+    """A note of the error tells it; the error of one chat has none."""
+    good, bad = [{"role": "user", "content": "1+1="}], [{"role": "user", "content": "\ud800"}]
+    with LLM(chatty, device="cpu", block_size=4, num_blocks=64) as llm:
+        for wrong, error in ((bad, UnicodeEncodeError), ([], ValueError), ("1+1=", TypeError)):
+            with pytest.raises(error) as raised:
+                llm.chat([good, good, wrong, good])
+            assert raised.value.__notes__ == ["in messages[2], of 4 chats"]
+        with pytest.raises(UnicodeEncodeError) as raised:
+            llm.chat(bad)
+        assert not hasattr(raised.value, "__notes__")
+
+
 def test_a_relative_folder_stays_the_one_it_was(chatty, monkeypatch, tmp_path):
     """Its files are read again later: templates, pooling, weights after a sleep."""
     monkeypatch.chdir(chatty.parent)

@@ -204,14 +204,20 @@ def encode_chats(
         if "enable_thinking" not in template.find(chat_template, variables.get("tools")):
             raise ValueError(f"enable_thinking is {enable_thinking} but the chat template has no such switch")
         variables["enable_thinking"] = enable_thinking
-    plain_chats = [plain_messages(messages) for messages in chats]
-    for chat in plain_chats:
-        check_text_only(chat)
-    texts = [template.render(chat, **variables) for chat in plain_chats]
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    if not options.get("continue_final_message"):
-        return encoded
-    return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
+    prompts: list[Any] = []
+    for i, messages in enumerate(chats):
+        try:
+            chat = plain_messages(messages)
+            check_text_only(chat)
+            text = template.render(chat, **variables)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:
+            if len(chats) > 1:
+                error.add_note(f"in messages[{i}], of {len(chats)} chats")
+            raise
+        goes_on = options.get("continue_final_message")
+        prompts.append({"prompt": text, "prompt_token_ids": ids} if goes_on else ids)
+    return prompts
 
 
 MAX_CHARS = 1 << 26  # of a rendered chat

@@ -145,6 +145,17 @@ def test_a_part_that_would_be_lost_is_refused():
     assert taken == "<user><|image|>what?</s>\n"
 
 
+def test_a_result_of_a_tool_that_is_a_dict(both):
+    """A template that takes it writes it; one that would write nothing, as Qwen3's own, is no silent loss."""
+    chat = [{"role": "user", "content": "x"}, {"role": "tool", "content": {"temp": 5}}, {"role": "user", "content": "y"}]
+    for name, template in TEMPLATES.items():
+        if name in ("Qwen3: tools, thinking, grouped results of tools", "takes lists: a macro"):
+            with pytest.raises(ValueError, match=r"messages\[1\]: content is \{'temp': 5\}, which the template leaves out"):
+                ChatTemplate({"default": template}, SPECIAL).render(chat)
+        else:
+            compare(both, chat, template, {"add_generation_prompt": False})
+
+
 def test_arguments_as_text_become_dicts_where_the_template_fails():
     template = TEMPLATES["keys of arguments"]
     for given in ({"a": 1, "q": "<\u00e9>"}, '{"a": 1, "q": "<\u00e9>"}'):

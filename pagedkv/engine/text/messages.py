@@ -116,6 +116,7 @@ def join_parts(messages: Chat, write: Callable[[Chat], str]) -> Chat:
     parts is seen when it does: it gets the chat once with lists and once with texts, in which each part carries a mark
     (of characters that Python's notation writes otherwise).
     """
+    _check_dicts(messages, write)
     lists = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), (list, tuple))}
     if not lists:
         return messages
@@ -134,6 +135,15 @@ def join_parts(messages: Chat, write: Callable[[Chat], str]) -> Chat:
             if _text_of(part) is None:
                 raise ValueError(f"messages[{i}]: part {k} of its content is {part!r}, which the template leaves out")
     return _with_contents(messages, {i: _joined(parts) for i, parts in lists.items() if is_lost(i)})
+
+
+def _check_dicts(messages: Chat, write: Callable[[Chat], str]) -> None:
+    """Raises where the template leaves out a content that is a dict, such as a tool's result, as Qwen3's own does."""
+    dicts = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), Mapping) and m["content"]}
+    text = _attempt(write, messages) if dicts else None
+    for i, content in dicts.items():
+        if text is not None and text == _attempt(write, _with_contents(messages, {i: ""})):
+            raise ValueError(f"messages[{i}]: content is {content!r}, which the template leaves out: give a text")
 
 
 def _text_of(part: Any) -> str | None:

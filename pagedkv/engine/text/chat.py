@@ -34,8 +34,8 @@ class ChatTemplate:
     For one that fails where a message with calls has no content, as QwQ's and the first Qwen3's do, it is an empty
     text, and an empty list of calls is none. For one that fails where the system says more than the first message, as
     Qwen3.5's does, the messages that follow that one at once are put to it, and later ones are the user's. Each message
-    must have a role. Content must not be a number, which many templates lose. Tools must be JSON schemas, not
-    functions.
+    must have a role. Content must not be a number, which many templates lose, nor a dict or a part that this template
+    loses. Tools must be JSON schemas, not functions.
 
     A template that fails, or uses what the sandbox forbids, raises ValueError. The sandbox limits range() to 100,000;
     the results of `*` and `**` are limited, and the text to 64 Mi characters. There is no limit to the time of loops

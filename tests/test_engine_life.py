@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -85,6 +86,19 @@ def test_close_releases_the_memory(folder):
     del pair, cache, whole
     llm.close()
     assert resident() - before < 0.2 * size
+
+
+def test_close_releases_the_weights(folder):
+    """Without the garbage collector, which may not come for long. On the CPU they are memory of the file."""
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(folder, device="cpu", num_blocks=20) as llm:
+            generate(llm, ["abc"], GREEDY)
+            assert str(folder) in Path("/proc/self/maps").read_text()
+        assert str(folder) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_engines_leave_nothing_behind(folder, caplog):

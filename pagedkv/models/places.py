@@ -9,6 +9,7 @@ a product (Linear.fold), the place knows the norm, which stays for that, and mul
 from __future__ import annotations
 
 import ctypes
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,12 @@ class Place(ABC):
         self.names, self.memory = tuple(names), writable(memory)
         self._kept = memory
         self.norm: Rows | None = None  # which is multiplied into it
-        self.factor_of: list[Place] = []  # of a norm: what it is multiplied into
+        self._factor_of: list[weakref.ref[Place]] = []  # no cycle: memory is free when its model is gone
+
+    @property
+    def factor_of(self) -> list[Place]:
+        """Of a norm: what it is multiplied into."""
+        return [place for ref in self._factor_of if (place := ref()) is not None]
 
     @abstractmethod
     def check(self, source: Any) -> Callable[[Upload], None]:
@@ -155,7 +161,7 @@ class Places:
             if begin <= place.memory.data_ptr() < end:
                 place.norm = factor
                 place.memory = place.memory if before.data_ptr() == folded.data_ptr() else folded
-                factor.factor_of.insert(0, place)
+                factor._factor_of.insert(0, weakref.ref(place))
             elif factor.factor_of:
                 return  # those of one product are neighbours
 

@@ -210,7 +210,7 @@ def test_an_engine_that_nobody_has_any_more_is_gone(folder):
     try:
         before = threading.active_count()
         llm = LLM(folder, device="cpu", num_blocks=20)
-        generate(llm, ["abc"], GREEDY)
+        kept = generate(llm, ["abc", [], [1] * 300, [999]], GREEDY)  # errors have no frames of the engine's
         core, runner = weakref.ref(llm._core), weakref.ref(llm._runner)
         assert threading.active_count() == before + 1
         del llm
@@ -219,6 +219,7 @@ def test_an_engine_that_nobody_has_any_more_is_gone(folder):
                 break
             time.sleep(0.01)
         assert core() is None and runner() is None and threading.active_count() == before
+        assert [output.error is None for output in kept] == [True, False, False, False]
         llm = LLM(folder, device="cpu", num_blocks=20)
         llm.close()
         assert threading.active_count() == before and llm._runner is None

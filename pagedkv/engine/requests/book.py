@@ -114,6 +114,8 @@ class RequestBook:
             error = problem
         if error is None and request.params.max_tokens != 0 and not self._is_closed:
             return False
+        if error is not None:
+            error = error.with_traceback(None)  # whose frames have the engine
         self._end(request, "error" if error else reason, error)
         return True
 

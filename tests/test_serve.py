@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -292,6 +294,13 @@ def test_vectors(tmp_path, http):
         assert error["message"] == "input[2]: the prompt is empty" and error["param"] == "input"
         whole = {"input": "1+1", "dimensions": len(expected[0])}  # as some clients say always
         assert post(client, "/v1/embeddings", **whole)["data"][0]["embedding"] == found["data"][0]["embedding"]
+        llm.pause("keep")
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(post, client, "/v1/embeddings", 503, **whole)
+            while not len(llm._book):
+                time.sleep(0.01)
+            llm.pause("abort")
+            assert ended.result(60)["error"]["message"] == "the server has ended this answer"
 
 
 def test_adapters_by_name(tmp_path):

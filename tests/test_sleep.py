@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from rank_engine import SIZES
 from tiny_engine import engine, settle
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
-from pagedkv.engine import LoRARequest
+from pagedkv.engine import EmbeddingOutput, LoRARequest
 from pagedkv.engine.control import CALLS
 from pagedkv.engine.runner.weights import RunnerWeights
 
@@ -150,6 +150,22 @@ def test_requests_abort_and_end_while_it_is_paused(cpu_llm):
     assert llm.stats().num_running == 1
     llm.resume()
     assert ends(llm).keys() == {"b"} and not llm.manager.stats()["used"]
+
+
+def test_a_vector_that_is_aborted(cpu_llm):
+    """Is no vector, and says so."""
+    llm = cpu_llm
+    llm.pause("keep")
+    found: list[EmbeddingOutput] = []
+    waiting = later(lambda: found.extend(llm.embed([[1, 2], [3]], use_tqdm=False)))
+    while len(llm._book) < 2:
+        time.sleep(0.01)
+    llm.sleep(mode="abort")
+    waiting.join(60)
+    assert [(str(each.error), each.embedding.shape) for each in found] == [("the request was aborted", (0,))] * 2
+    assert isinstance(found[0].error, CancelledError)
+    llm.wake_up()
+    llm.resume()
 
 
 @pytest.mark.parametrize("end", ["close", "die"])

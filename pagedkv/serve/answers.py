@@ -13,7 +13,7 @@ from pagedkv.engine.lora_request import LoRARequest
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.sampling_params import SamplingParams
 
-from .errors import ApiError, of_engine, of_request, renamed
+from .errors import ENDED, ApiError, of_engine, of_request, renamed
 from .gate import Gate
 
 Stream = AsyncIterator[RequestOutput]
@@ -98,7 +98,7 @@ class Answers:
         pieces = []
         for one in output.outputs:
             if one.finish_reason == "abort" and not self._shows_aborts:
-                raise ApiError(503, "the server has ended this answer")
+                raise ApiError(503, ENDED)
             self._num_new += len(one.token_ids)
             pieces.append(
                 Piece(

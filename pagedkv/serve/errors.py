@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,7 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
+ENDED = "the server has ended this answer"
 TOO_LONG = "context_length_exceeded"  # agents know OpenAI's code, and shorten
 
 
@@ -96,6 +98,8 @@ def of_engine(error: Exception, where: str = "") -> ApiError:
     """Of the error in an output: one that cannot be served is the client's, and anything else is logged here."""
     if isinstance(error, (ValueError, OutOfBlocks)):
         return of_request(error, where)
+    if isinstance(error, CancelledError):
+        return ApiError(503, ENDED)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"the request failed: {type(error).__name__}: {error}")
 

@@ -7,6 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from struct import Struct
@@ -177,13 +178,14 @@ class Request:
         """What the caller gets after this update. Call it in the order of the updates, in one thread at a time."""
         updates = (update, *update.others)
         if self.normalizes is not None:
-            vector = np.empty(0, np.float32) if update.embedding is None else update.embedding
-            if self.normalizes and update.error is None:
+            vector, error = update.embedding, update.error
+            if vector is None:
+                vector, error = np.empty(0, np.float32), error or CancelledError("the request was aborted")
+            elif self.normalizes and error is None:
                 vector = vector / np.linalg.norm(vector)
             return EmbeddingOutput(
-                self.id, self.prompt, self.prompt_token_ids, vector, update.error, update.num_cached,
-                update.weight_version,
-            )  # fmt: skip
+                self.id, self.prompt, self.prompt_token_ids, vector, error, update.num_cached, update.weight_version
+            )
         if not self.is_streamed:
             answers = [self._whole_answer(each, index) for index, each in enumerate(self._best(updates))]
         elif self.kind is RequestOutputKind.DELTA:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,6 +23,7 @@ from tiny_engine import GREEDY, engine, generate
 from pagedkv import LLM, SamplingParams
 from pagedkv.engine import RequestOutputKind
 from pagedkv.engine.requests.request import Request
+from pagedkv.engine.runner.model_runner import ModelRunner
 from pagedkv.engine.scheduling.sequence import Sequence
 from pagedkv.engine.text.tokenizer import Tokenizer
 
@@ -99,6 +101,32 @@ def test_close_releases_the_weights(folder):
         assert str(folder) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("fault", ["mask", "step"])
+def test_close_releases_the_memory_where_errors_are_kept(folder, monkeypatch, caplog, fault):
+    """An error has no frames of the step that failed, but their text."""
+
+    def broken(*_) -> None:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ZeroDivisionError("outer") from inner
+
+    caplog.set_level(logging.CRITICAL, "pagedkv")  # pytest keeps the tracebacks of each line
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(folder, device="cpu", num_blocks=20) as llm:
+            if fault == "step":
+                monkeypatch.setattr(ModelRunner, "move_pages", broken)
+            kept = generate(llm, ["abc"], replace(GREEDY, mask=broken) if fault == "mask" else GREEDY)[0].error
+            runner = weakref.ref(llm._runner)
+        assert runner() is None
+    finally:
+        gc.enable()
+    assert isinstance(kept, ZeroDivisionError) and isinstance(kept.__cause__, KeyError)
+    assert [text.count("in broken") for text in kept.__notes__] == [2]
 
 
 def test_engines_leave_nothing_behind(folder, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -230,3 +231,14 @@ def portable(error: BaseException) -> Exception:
     except Exception:  # whatever the class of the error raises
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error, whose frames would keep the engine's memory for as long as somebody has it. Their text is a note."""
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_exception(error)))
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..outputs import without_frames
 from ..sampling_params import MaskRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ class Sequence:
             self.finish("length", now)
 
     def finish(self, reason: str, now: float, error: Exception | None = None) -> None:
-        self.finish_reason, self.error, self.finish_time = reason, error, now
+        self.finish_reason, self.finish_time = reason, now
+        self.error = None if error is None else without_frames(error)
         self.mask_request = None  # what its mask keeps for it can be freed
         self._drop_logprobs()
 

@@ -121,8 +121,8 @@ class RequestOutput:
 class EmbeddingOutput:
     """The vector of a text: the last hidden state of its last token. See LLM.embed.
 
-    `embedding` is float32 [hidden_size], and empty where there is an `error`: CancelledError of concurrent.futures where
-    the request was aborted. The rest is as in RequestOutput.
+    `embedding` is float32 [hidden_size], and empty where there is an `error`, which is a CancelledError of
+    concurrent.futures where the request was aborted. The rest is as in RequestOutput.
     """
 
     request_id: str

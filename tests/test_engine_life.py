@@ -231,6 +231,32 @@ print(ended, ask())
     assert run(code, environment) == ["False", "[]", told, "562", "0", "562", "length", "30", "562"]
 
 
+def test_add_request_in_a_child_of_fork(environment):
+    """The first request of the child can be aborted, and its id may be one of the parent's."""
+    code = """
+import signal
+llm.add_request([3, 4, 5], LONG, "a"); llm.add_request([3], SamplingParams(max_tokens=0), "b")
+time.sleep(0.1)
+llm.pause("keep"); llm.step(); queue()
+waiting = threading.Thread(target=llm.step, daemon=True)
+waiting.start(); time.sleep(0.1)
+if os.fork() == 0:
+    signal.alarm(60)
+    print(llm.has_unfinished_requests(), llm.step())
+    llm.add_request("1+1=", GREEDY, "a")
+    print(llm.abort("a"), [output.finish_reason for output in llm.step()])
+    llm.resume()
+    llm.add_request("473+89=", GREEDY, "b")
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            if output.finished:
+                print(output.request_id, output.text, flush=True)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    assert run(code, environment) == ["False", "[]", "True", "['abort']", "b", "562", "0"]
+
+
 def test_an_engine_that_nobody_has_any_more_is_gone(folder):
     """At once, without the garbage collector: its pool's memory is needed by the next one. A closed one has no thread."""
     gc.collect()

@@ -57,7 +57,7 @@ class EngineCore(Holds):
         super()._reset_threads()
         self.mailbox = Mailbox()  # of requests made by Engine.add_request()
         self._is_closed = self.runner is None
-        self.book.reset_lock()
+        self.book.reset_ids()
 
     # --- for any thread
 

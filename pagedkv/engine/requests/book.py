@@ -25,9 +25,8 @@ class RequestBook:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._by_id: dict[str, Request] = {}  # whose ids are taken
         self._numbers = itertools.count()  # for ids
-        self.reset_lock()
+        self.reset_ids()
         self._requests: dict[Request, None] = {}  # an ordered set: those that the scheduler knows, or is to know
         self._tried: set[Request] | None = None  # the only ones that may run for now: see fault_search.py; None: all
         self._holds_back, self._held = False, set[Request]()  # those that came since hold_back()
@@ -38,7 +37,8 @@ class RequestBook:
         self._statistics = Statistics()
         self._is_closed = False
 
-    def reset_lock(self) -> None:
+    def reset_ids(self) -> None:
+        self._by_id: dict[str, Request] = {}  # whose ids are taken
         self._lock = threading.RLock()  # of _by_id; a thread may take it again, as EngineCore's
 
     def __len__(self) -> int:
@@ -248,7 +248,6 @@ class RequestBook:
     def forget(self) -> None:
         """Drops all requests, in a child process: they are its parent's."""
         self._restart_scheduler()
-        self._by_id.clear()
         self._requests.clear()
         self._held.clear()
         self._num_streamed = 0

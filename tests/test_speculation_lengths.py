@@ -41,12 +41,13 @@ def test_by_hand():
 
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1])
 def test_the_most_tokens_a_second(seed, draft_seconds):
-    """Beside all ways to give up to three guesses to each of up to three sequences."""
+    """Beside all ways to give up to three guesses to each of up to three sequences, in steps with rows for all or few."""
     rng, num_found = random.Random(seed), 0
     for _ in range(100):
-        times, num_seqs, n = StepTimes(16), rng.randint(3, 5), rng.randint(1, 3)
+        most_rows, num_seqs, n = rng.choice([7, 16]), rng.randint(3, 5), rng.randint(1, 3)
+        times = StepTimes(most_rows)
         times.add(num_seqs, num_seqs, 1.0)
-        for rows in range(num_seqs + 1, 17):
+        for rows in range(num_seqs + 1, most_rows + 1):
             times.add(num_seqs, rows, 1 + rng.random() * (rows - num_seqs) / 6)
         chances, most = [rng.random() for _ in range(n)], [rng.randint(0, 3) for _ in range(n)]
         seconds = times.guessing(num_seqs, times.max_num_rows)
@@ -56,6 +57,7 @@ def test_the_most_tokens_a_second(seed, draft_seconds):
             return (num_seqs + gain) / (seconds[sum(given) - 1] + max(given) * draft_seconds) if any(given) else 0
 
         ways = [(a, b, c)[:n] for a in range(4) for b in range(4) for c in range(4)]
+        ways = [way for way in ways if num_seqs + sum(way) <= most_rows]
         best = max(rate(way) for way in ways if all(k <= m for k, m in zip(way, most, strict=True)))
         found = lengths(chances, most, num_seqs, times, draft_seconds)
         assert any(found) == (best > MARGIN * num_seqs)

@@ -101,18 +101,14 @@ def lengths(
     if without is None or not longest or num_seqs >= times.max_num_rows:
         return best
     place = np.arange(1, longest + 1)
-    gains = np.where(place <= np.array(most)[:, None], np.array(chances)[:, None] ** place, 0.0).reshape(-1)
-    seconds = times.guessing(num_seqs, sum(most))
-    order = np.argsort(-gains, kind="stable")[: min(len(seconds), int(np.count_nonzero(gains)))]
-    if not len(order):
-        return best
-    # A row for each depth, which is the most guesses of a sequence: a draft model takes so many steps for all of them.
-    depths = place[:, None] if draft_seconds else np.array([[longest]])
-    is_taken = order % longest < depths
-    tokens = num_seqs + np.cumsum(gains[order] * is_taken, axis=1)
-    rates = tokens / (seconds[np.cumsum(is_taken, axis=1) - 1] + depths * draft_seconds)
-    depth, end = divmod(int(rates.argmax()), len(order))
-    if rates[depth, end] > MARGIN * num_seqs / without:
-        taken = order[: end + 1][is_taken[depth, : end + 1]] // longest
-        best = np.bincount(taken, minlength=len(most)).tolist()
+    gains = np.where(place <= np.array(most)[:, None], np.array(chances)[:, None] ** place, 0.0)
+    seconds, best_rate = times.guessing(num_seqs, sum(most)), MARGIN * num_seqs / without
+    for depth in range(1, longest + 1) if draft_seconds else [longest]:
+        of_depth = gains[:, :depth].reshape(-1)
+        order = np.argsort(-of_depth, kind="stable")[: min(len(seconds), int(np.count_nonzero(of_depth)))]
+        rates = (num_seqs + np.cumsum(of_depth[order])) / (seconds[: len(order)] + depth * draft_seconds)
+        if len(rates) and rates.max() > best_rate:
+            best_rate = rates.max()
+            taken = order[: int(rates.argmax()) + 1] // depth
+            best = np.bincount(taken, minlength=len(most)).tolist()
     return best

@@ -148,7 +148,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, owner: str, options: Mapping[str, Any]) -> EngineOptions:
-        """From the keyword arguments that this class was given."""
+        """From keyword arguments. owner: the class that was given them, for the TypeError of one that is no option."""
         check_names(owner, options, [each.name for each in fields(cls)])
         return cls(**options)
 

@@ -234,7 +234,8 @@ def portable(error: BaseException) -> Exception:
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error, whose frames would keep the engine's memory for as long as somebody has it. Their text is a note."""
+    """The error without its traceback, whose frames would keep the engine's memory as long as somebody has the error.
+    The text of the traceback becomes a note of it."""
     if error.__traceback__ is not None:
         error.add_note("".join(traceback.format_exception(error)))
     each: BaseException | None = error

@@ -69,8 +69,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def of_request(error: Exception, where: str = "") -> ApiError:
-    """Of what checks say of a request: their messages begin with the name of an argument, and its value follows. To
-    others it is put where the error is, such as "prompt[3]"."""
+    """Of what checks say of a request. Most messages begin with the name of an argument, and its value follows. To one
+    that does not, `where` is added, such as "prompt[3]"."""
     message = str(error) or type(error).__name__
     code = TOO_LONG if "exceed max_model_len" in message else None
     name = re.compile(r"([a-z_]+)(\[[^]]*\]|\.[a-z_]+)*( (is|holds|has)|(?<=\]):) ")

@@ -115,7 +115,7 @@ class RequestBook:
         if error is None and request.params.max_tokens != 0 and not self._is_closed:
             return False
         if error is not None:
-            error = error.with_traceback(None)  # whose frames have the engine
+            error = error.with_traceback(None)  # as without_frames(); a check's message says all, so no note
         self._end(request, "error" if error else reason, error)
         return True
 

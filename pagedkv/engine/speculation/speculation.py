@@ -44,7 +44,8 @@ class Speculation:
     # --- guesses
 
     def plan_ahead(self, running: list[Sequence]) -> None:
-        """A free drafter finds other guesses after the step. For others the step changes but the chances, a little."""
+        """Not for a free drafter, which has other guesses after the step. For another one the step changes nothing but
+        the chances, and those a little."""
         if not self.drafter.is_free:
             self._plan = self._lengths(running)
 

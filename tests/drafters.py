@@ -49,9 +49,10 @@ class AlwaysPays(StepTimes):
 
 
 def always_guess(llm: LLM, drafter=None) -> LLM:
-    """With this drafter, if any, in place of the engine's own."""
+    """With this drafter, if any, in place of the engine's own. Steps whose guesses have no room are followed by no pause: in
+    a small pool pauses may outlast the requests."""
     guesser = llm._core._guesser
-    guesser.times = AlwaysPays(llm._runner.plan.max_num_rows)
+    guesser.times, guesser._wait = AlwaysPays(llm._runner.plan.max_num_rows), lambda: None
     if drafter is not None:
         guesser.drafter = drafter
     return llm

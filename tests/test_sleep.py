@@ -40,8 +40,26 @@ def later(call, *args) -> threading.Thread:
     return thread
 
 
+def asking(engine: Engine, call, *args) -> threading.Thread:
+    """later(), of a call that holds the engine, once its thread knows of it."""
+    thread = later(call, *args)
+    while not (engine._core._waits or engine._core.holds):
+        time.sleep(0.001)
+    return thread
+
+
+def slow(engine: Engine) -> None:
+    """Until ends() a step takes 5 ms or more. A long request lives for a second, in which a test can do what it has to do
+    while the request runs."""
+    core = engine._core
+    vars(core).pop("step", None)
+    step = core.step
+    core.step = lambda: (time.sleep(0.005), step())
+
+
 def ends(engine: Engine) -> dict[str, tuple[str, list[int]]]:
     """Of all requests of add_request()."""
+    vars(engine._core).pop("step", None)
     found: dict[str, tuple[str, list[int]]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -51,7 +69,8 @@ def ends(engine: Engine) -> dict[str, tuple[str, list[int]]]:
 
 
 def start(engine: Engine, *names: str, params: SamplingParams = LONG) -> None:
-    """Long requests, some tokens of each of which are there."""
+    """Long requests, some tokens of each of which are there. The engine is slow() then."""
+    slow(engine)
     for name, prompt in zip(names, PROMPTS, strict=False):
         engine.add_request(prompt, params, name)
     seen = set()
@@ -68,8 +87,7 @@ def test_a_pause(cpu_llm, mode):
     llm = cpu_llm
     alone = tokens(llm, LONG)
     start(llm, "a", "b", "c")
-    pausing = later(llm.pause, mode)
-    llm._core.call(lambda: None)
+    pausing = asking(llm, llm.pause, mode)
     llm.add_request(PROMPTS[0], LONG, "late")
     pausing.join(20)
     assert llm.is_paused() and not llm.is_sleeping()
@@ -102,8 +120,7 @@ def test_a_pause_that_waits(cpu_llm):
     llm = cpu_llm
     for end in (lambda: ends(llm), llm.resume, lambda: llm.abort("a")):
         start(llm, "a")
-        pausing = later(llm.pause, "wait")
-        settle(llm)
+        pausing = asking(llm, llm.pause, "wait")
         llm.add_request(PROMPTS[1], GREEDY, "held")
         assert llm.explain("held") == "waits: the engine is about to pause" and llm.stats().num_waiting == 1
         ended = later(end)
@@ -114,8 +131,7 @@ def test_a_pause_that_waits(cpu_llm):
         assert not ended.is_alive()
         ends(llm)
     start(llm, "a")
-    pausing = later(llm.pause, "wait")
-    settle(llm)
+    pausing = asking(llm, llm.pause, "wait")
     llm.add_request(PROMPTS[1], GREEDY, "held")
     llm.abort("held")
     ends(llm)
@@ -171,7 +187,7 @@ def test_a_vector_that_is_aborted(cpu_llm):
 @pytest.mark.parametrize("end", ["close", "die"])
 def test_who_waits_for_a_pause_hears_of_the_end(folder, monkeypatch, end):
     with engine(folder, ("cpu", 0)) as llm:
-        start(llm, "a", params=SamplingParams(max_tokens=100, ignore_eos=True, min_tokens=100))
+        start(llm, "a")
         found: list[BaseException] = []
 
         def wait() -> None:
@@ -180,8 +196,7 @@ def test_who_waits_for_a_pause_hears_of_the_end(folder, monkeypatch, end):
             except RuntimeError as error:
                 found.append(error)
 
-        waiting = later(wait)
-        settle(llm)
+        waiting = asking(llm, wait)
         if end == "close":
             llm.close()
         else:
@@ -317,8 +332,7 @@ def test_a_caller_that_waits_is_told(cpu_llm, caplog):
 def test_an_update_ends_nobodys_wait(cpu_llm):
     """A sleep that waits goes on to wait."""
     start(cpu_llm, "a")
-    sleeping = later(cpu_llm.sleep, 1, "wait")
-    settle(cpu_llm)
+    sleeping = asking(cpu_llm, cpu_llm.sleep, 1, "wait")
     cpu_llm.update_weights(cpu_llm.folder)
     found = ends(cpu_llm)
     assert found["a"][0] == "length"
@@ -468,6 +482,7 @@ def test_in_an_event_loop(folder):
                 return ids
 
             alone = await collect()
+            slow(client.engine)
             stream = client.generate(PROMPTS[0], LONG)
             first = await anext(stream)
             await client.pause("keep")
@@ -496,19 +511,24 @@ def test_many_calls_that_wait(folder):
     """For one that ends, and for the call that ends them: they take no thread of the loop's pool."""
     may_end = threading.Event()
 
+    def mask(request, token_ids):
+        assert len(token_ids) < 5 or may_end.wait(20)
+
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         async with AsyncEngine(folder, device="cpu", block_size=4, num_blocks=200, seed=0) as client:
-            stream = client.generate(PROMPTS[0], replace(LONG, mask=lambda request, ids: ids and may_end.wait(20) and None))
-            await anext(stream)
+            stream = client.generate(PROMPTS[0], replace(LONG, mask=mask))
+            assert (await anext(stream)).error is None
             waits = [asyncio.create_task(client.pause("wait")) for _ in range(8)]
-            await asyncio.sleep(0.05)
+            core = client.engine._core
+            while len(core._waits) + core._inbox.qsize() < 8:
+                await asyncio.sleep(0.01)
             may_end.set()
             await asyncio.wait_for(client.resume(), 20)
             await asyncio.wait_for(asyncio.gather(*waits), 20)
             async for output in stream:
                 assert output.error is None
-            assert not await client.is_paused()
+            assert output.finish_reason == "length" and not await client.is_paused()
 
     asyncio.run(main())
 

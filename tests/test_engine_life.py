@@ -103,6 +103,55 @@ def test_close_releases_the_weights(folder):
         gc.enable()
 
 
+def raise_from_itself(*_) -> None:
+    error = ValueError("its own cause")
+    raise error from error
+
+
+def raise_beside_its_cause(*_) -> None:
+    try:
+        raise KeyError("met before")
+    except KeyError:
+        raise ValueError("another") from OSError("its cause, which was never raised")
+
+
+def raise_a_group(*_) -> None:
+    errors: list[Exception] = [OSError("never raised")]
+    try:
+        raise KeyError("one of them")
+    except KeyError as one:
+        errors.append(one)
+    raise ExceptionGroup("several", errors)
+
+
+ONE_ERROR = ValueError("of a constant")
+
+
+def raise_it_again(*_) -> None:
+    raise ONE_ERROR
+
+
+@pytest.mark.parametrize("broken", [raise_from_itself, raise_beside_its_cause, raise_a_group, raise_it_again])
+def test_an_error_of_any_form_keeps_nothing(folder, caplog, broken):
+    """Nor does it keep the engine from the other requests."""
+    caplog.set_level(logging.CRITICAL, "pagedkv")  # pytest keeps the tracebacks of each line
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(folder, device="cpu", num_blocks=20) as llm:
+            (alone,) = generate(llm, ["abc"], GREEDY)
+            bad = replace(GREEDY, mask=broken)
+            for _ in range(3):
+                kept, other = generate(llm, ["abc", "abc"], [bad, GREEDY])
+            runner = weakref.ref(llm._runner)
+        assert runner() is None
+    finally:
+        gc.enable()
+    assert isinstance(kept.error, ValueError | ExceptionGroup)
+    assert len(kept.error.__notes__) == 1 and broken.__name__ in kept.error.__notes__[0]
+    assert other.token_ids == alone.token_ids and other.error is None
+
+
 @pytest.mark.parametrize("fault", ["mask", "step"])
 def test_close_releases_the_memory_where_errors_are_kept(folder, monkeypatch, caplog, fault):
     """An error has no frames of the step that failed, but their text."""

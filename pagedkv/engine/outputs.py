@@ -233,13 +233,22 @@ def portable(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
+TRACEBACK = "Traceback (most recent call last)"  # as Python's traceback.format_exception() writes it
+
+
 def without_frames(error: Exception) -> Exception:
     """The error without its traceback, whose frames would keep the engine's memory as long as somebody has the error.
-    The text of the traceback becomes a note of it."""
-    if error.__traceback__ is not None:
+    The errors that led to it lose theirs, too. The text of the traceback becomes a note. One that is raised again and
+    again has the first text alone."""
+    has_note = any(TRACEBACK in note for note in getattr(error, "__notes__", ()))
+    if error.__traceback__ is not None and not has_note:
         error.add_note("".join(traceback.format_exception(error)))
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+    seen, left = set[int](), list[BaseException | None]([error])
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:  # after `raise error from error` it is its own cause
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += each.__cause__, each.__context__
+            left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
     return error

@@ -18,6 +18,7 @@ from dataclasses import replace
 import extra_serve  # noqa: F401
 import httpx
 import pytest
+import tiny_engine
 from served import CHAT, COMPLETIONS, DEMO, ENGINE, CountingClient, events_of, model_of, serving, streamed, wait_for
 
 from pagedkv import LLM, AsyncEngine, SamplingParams
@@ -36,11 +37,11 @@ def llm():
 
 
 @pytest.fixture
-def slow(llm, monkeypatch):
+def slow(llm):
     """The engine, whose steps take 20 ms more."""
-    step = llm._core.step
-    monkeypatch.setattr(llm._core, "step", lambda: (time.sleep(0.02), step()))
-    return llm
+    tiny_engine.slow(llm, 0.02)
+    yield llm
+    tiny_engine.full_speed(llm)
 
 
 def is_idle(llm) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import random_weights, tiny_config, write_model
 from lora_adapters import write_adapter
 from rank_engine import SIZES
-from tiny_engine import engine, settle
+from tiny_engine import engine, full_speed, settle, slow
 
 from pagedkv import LLM, AsyncEngine, Engine, SamplingParams
 from pagedkv.engine import EmbeddingOutput, LoRARequest
@@ -25,6 +25,7 @@ from pagedkv.engine.runner.weights import RunnerWeights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=220, ignore_eos=True)
+STEP_SECONDS = 0.005  # with which LONG takes a second or more
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], list(range(10, 40))]
 
 
@@ -40,6 +41,15 @@ def later(call, *args) -> threading.Thread:
     return thread
 
 
+def waits_for(event: threading.Event):
+    """A mask that stops after some tokens."""
+
+    def mask(request, token_ids):
+        assert len(token_ids) < 5 or event.wait(20)
+
+    return mask
+
+
 def asking(engine: Engine, call, *args) -> threading.Thread:
     """later(), of a call that holds the engine, once its thread knows of it."""
     thread = later(call, *args)
@@ -48,18 +58,9 @@ def asking(engine: Engine, call, *args) -> threading.Thread:
     return thread
 
 
-def slow(engine: Engine) -> None:
-    """Until ends() a step takes 5 ms or more. A long request lives for a second, in which a test can do what it has to do
-    while the request runs."""
-    core = engine._core
-    vars(core).pop("step", None)
-    step = core.step
-    core.step = lambda: (time.sleep(0.005), step())
-
-
 def ends(engine: Engine) -> dict[str, tuple[str, list[int]]]:
-    """Of all requests of add_request()."""
-    vars(engine._core).pop("step", None)
+    """Of all requests of add_request(), at full speed."""
+    full_speed(engine)
     found: dict[str, tuple[str, list[int]]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -69,8 +70,8 @@ def ends(engine: Engine) -> dict[str, tuple[str, list[int]]]:
 
 
 def start(engine: Engine, *names: str, params: SamplingParams = LONG) -> None:
-    """Long requests, some tokens of each of which are there. The engine is slow() then."""
-    slow(engine)
+    """Long requests, some tokens of each of which are there. Until ends() they live for a second."""
+    slow(engine, STEP_SECONDS)
     for name, prompt in zip(names, PROMPTS, strict=False):
         engine.add_request(prompt, params, name)
     seen = set()
@@ -345,11 +346,7 @@ def test_an_update_ends_nobodys_wait(cpu_llm):
 def test_an_interrupt_ends_the_wait(cpu_llm, call):
     """Of a call that waits for the requests that are there. Nobody would ever end what comes about later."""
     expected, may_end = tokens(cpu_llm), threading.Event()
-
-    def mask(request, token_ids):
-        assert len(token_ids) < 5 or may_end.wait(20)
-
-    start(cpu_llm, "a", params=replace(LONG, mask=mask))
+    start(cpu_llm, "a", params=replace(LONG, mask=waits_for(may_end)))
     threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         getattr(cpu_llm, call)(mode="wait")
@@ -482,7 +479,7 @@ def test_in_an_event_loop(folder):
                 return ids
 
             alone = await collect()
-            slow(client.engine)
+            slow(client.engine, STEP_SECONDS)
             stream = client.generate(PROMPTS[0], LONG)
             first = await anext(stream)
             await client.pause("keep")
@@ -511,13 +508,10 @@ def test_many_calls_that_wait(folder):
     """For one that ends, and for the call that ends them: they take no thread of the loop's pool."""
     may_end = threading.Event()
 
-    def mask(request, token_ids):
-        assert len(token_ids) < 5 or may_end.wait(20)
-
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         async with AsyncEngine(folder, device="cpu", block_size=4, num_blocks=200, seed=0) as client:
-            stream = client.generate(PROMPTS[0], replace(LONG, mask=mask))
+            stream = client.generate(PROMPTS[0], replace(LONG, mask=waits_for(may_end)))
             assert (await anext(stream)).error is None
             waits = [asyncio.create_task(client.pause("wait")) for _ in range(8)]
             core = client.engine._core

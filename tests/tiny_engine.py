@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 
 from pagedkv import LLM, Engine, SamplingParams
@@ -22,6 +23,17 @@ def engine(folder, place, **options):
 def settle(llm: Engine) -> None:
     """Waits until the engine's thread has done what it was asked for before."""
     llm._core.call(lambda: None)
+
+
+def slow(llm: Engine, seconds: float) -> None:
+    """From now on each step takes so much longer, until full_speed(): a test can do what it has to do while requests run."""
+    full_speed(llm)
+    core, step = llm._core, llm._core.step
+    core.step = lambda: (time.sleep(seconds), step())
+
+
+def full_speed(llm: Engine) -> None:
+    vars(llm._core).pop("step", None)
 
 
 def by_hand(llm: Engine) -> Engine:
